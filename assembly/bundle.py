@@ -69,7 +69,11 @@ def build_bundle(
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
     tools = find_tools(config) if config.backend == "tensorrt" else None
     checked = {} if check else {"check": "skipped"}
-    key = _key(digests | drafter_digests(config) | shape | checked | (tools.digests() if tools else {}), config, texts)
+    key = _key(
+        digests | drafter_digests(config, checkpoint) | shape | checked | (tools.digests() if tools else {}),
+        config,
+        texts,
+    )
     if not force and is_current(out, key):
         return load_manifest(out), True
     _load_libraries()

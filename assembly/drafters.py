@@ -8,18 +8,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redraft.config import RANDOM, BuildConfig, DrafterBuild
+from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
-from redraft.errors import UnsupportedModelError, UsageError
+from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
-from redraft.methods import Method, built_methods, find_method
+from redraft.methods import Method, built_methods, find_method, native_method
 from redraft.names import COPY_SLOT, batch, drafter_graph, single
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from redraft.export.drafters import ExportedDrafter
+    from redraft.export.drafters import ExportedDrafter, NativeExporter
     from redraft.export.verifier import VerifierExport
 
 _ONNX_TYPES = {"float32": "float"}
@@ -49,6 +49,11 @@ def resolve_drafters(config: BuildConfig, checkpoint: AnyCheckpoint) -> BuildCon
         if drafter.source is not None:
             named = replace(drafter, method=drafter.method or _named_method(drafter))
             build_options(named, config)
+            if drafter.source == NATIVE and config.random_weights:
+                raise UsageError(
+                    f"drafter {drafter.id}: a verifier with random weights has no drafter inside",
+                    f"give {drafter.id}={RANDOM},method={named.method}",
+                )
             _check_layout(named)
             drafters.append(named)
     wanted = {state for drafter in drafters for state in _hidden_states(drafter, checkpoint)}
@@ -67,15 +72,38 @@ def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
     return options
 
 
-def drafter_digests(config: BuildConfig) -> dict[str, str]:
-    """Return SHA-256 digests by name of the files of all drafters. A later step reports missing files."""
+def native_drafter(path: Path) -> str:
+    """Return a line about the drafter inside of the checkpoint in `path`; empty if it has none. Imports torch."""
+    from redraft.export.drafters import find_exporter
+    from redraft.export.gguf_checkpoint import open_checkpoint
+
+    native = find_exporter(native_method()).native
+    assert native is not None
+    try:
+        return native.find(open_checkpoint(path)).description
+    except CheckpointError:
+        return ""
+
+
+def drafter_digests(config: BuildConfig, checkpoint: AnyCheckpoint | None = None) -> dict[str, str]:
+    """Return SHA-256 digests by name of the files of all drafters. A later step reports missing files.
+
+    checkpoint: the verifier's, which may have drafters inside.
+    """
     found: dict[str, str] = {}
     for drafter in config.drafters:
         if drafter.source not in (None, RANDOM):
-            paths = [path for path in sorted(Path(str(drafter.source)).glob("*")) if path.suffix in _READ]
-            digests = DigestCache().digests(paths)
+            digests = DigestCache().digests(_files(drafter, checkpoint))
             found |= {f"drafter {drafter.id} {path.name}": digest for path, digest in digests.items()}
     return found
+
+
+def _files(drafter: DrafterBuild, checkpoint: AnyCheckpoint | None) -> list[Path]:
+    """Return the files of a drafter that a build reads."""
+    if drafter.source == NATIVE:
+        assert checkpoint is not None
+        return [checkpoint.path / file for file in _native(drafter).find(checkpoint).files]
+    return [path for path in sorted(Path(str(drafter.source)).glob("*")) if path.suffix in _READ]
 
 
 def stage_drafters(
@@ -127,13 +155,15 @@ def _named_method(drafter: DrafterBuild) -> str:
     if drafter.source == RANDOM:
         known = ", ".join(built_methods())
         raise UsageError(f"drafter {drafter.id}: random weights need a method", f"give method= one of {known}")
+    if drafter.source == NATIVE:
+        return native_method()
     return named_method(Path(str(drafter.source)), drafter.id)
 
 
 def _check_layout(drafter: DrafterBuild) -> None:
     from redraft.export.drafters.published import check_layout
 
-    if drafter.source != RANDOM:
+    if drafter.source not in (RANDOM, NATIVE):
         check_layout(Path(str(drafter.source)), method_of(drafter).id)
 
 
@@ -141,8 +171,23 @@ def _hidden_states(drafter: DrafterBuild, checkpoint: AnyCheckpoint) -> tuple[st
     """Return the hidden states that a drafter reads: those that its folder says, else its method's."""
     from redraft.export.drafters.published import read_states
 
+    if drafter.source == NATIVE:
+        return _native(drafter).find(checkpoint).hidden_states
     own = None if drafter.source == RANDOM else read_states(Path(str(drafter.source)), checkpoint)
     return method_of(drafter).hidden_states if own is None else own
+
+
+def _native(drafter: DrafterBuild) -> NativeExporter:
+    """Return the functions for a drafter inside of the verifier's checkpoint. Raises UsageError for another method."""
+    from redraft.export.drafters import find_exporter
+
+    method = method_of(drafter)
+    if (found := find_exporter(method.id).native) is None:
+        raise UsageError(
+            f"drafter {drafter.id}: no checkpoint has a drafter of {method.id} inside",
+            f"leave out method=, or give method={native_method()}",
+        )
+    return found
 
 
 def _check_free(drafter: str, verifier: VerifierExport, folder: Path) -> None:
@@ -169,6 +214,10 @@ def _export(
     if drafter.source == RANDOM:
         configuration = support.load_config(checkpoint)
         return exporter.random(drafter.id, configuration, verifier, folder, options, progress)
+    if drafter.source == NATIVE:
+        native = _native(drafter)
+        report(f"drafter {drafter.id}: {native.find(checkpoint).description}")
+        return native.export(drafter.id, checkpoint, verifier, folder, options, progress)
     path, identity = Path(str(drafter.source)), Identity.from_digests(checkpoint, digests)
     if published := recognise(path):
         report(f"drafter {drafter.id}: {published.description}")

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.config import RANDOM, BuildConfig, DrafterBuild
+from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.errors import UsageError
-from redraft.methods import built_methods, find_method
+from redraft.methods import built_methods, find_method, native_method
 
 NO_DRAFTER, ALL_DRAFTERS = "none", "all"
 DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
@@ -37,15 +37,16 @@ def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[Draft
 def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
-    DIR is a drafter's folder, `random`, or the id of a recipe's drafter. The default ID is the method's id. Raises
-    UsageError for another form, an unknown key, or a repeated key, and CheckpointError for a folder without a drafter.
+    DIR is a drafter's folder, `random`, `native`, or the id of a recipe's drafter. The default ID is the method's id.
+    Raises UsageError for another form, an unknown key, or a repeated key, and CheckpointError for a folder without a
+    drafter.
     """
     place, *pairs = text.split(",")
     values = _values(text, pairs)
     ours = {drafter.id: drafter for drafter in recipe}
     drafter, _, source = place.rpartition("=")
     if not source:
-        raise UsageError(f"--drafter {text!r}: expected {DRAFTER_FORM}", "DIR is a folder or random")
+        raise UsageError(f"--drafter {text!r}: expected {DRAFTER_FORM}", "DIR is a folder, random or native")
     method = values.pop("method", None)
     if source in ours and not drafter:
         drafter, source = source, ours[source].source or ""
@@ -85,6 +86,8 @@ def _method_of(text: str, source: str, drafter: str) -> str:
     if source == RANDOM:
         known = ", ".join(built_methods())
         raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
+    if source == NATIVE:
+        return native_method()
     from redraft.export.drafters.published import named_method
 
     return named_method(Path(source), drafter)

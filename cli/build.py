@@ -22,7 +22,7 @@ from redraft.cli.build_options import (
 )
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
-from redraft.config import HALVES, NATIVE_RELEASES, WEIGHT_ONLY, BuildConfig
+from redraft.config import HALVES, NATIVE, NATIVE_RELEASES, WEIGHT_ONLY, BuildConfig
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ def build(
         list[str] | None,
         typer.Option(
             metavar=DRAFTER_FORM,
-            help="A drafter for this model, any number of times; `none` builds none. DIR is its folder, `random` for "
-            "latency work, or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
+            help="A drafter for this model, any number of times; `none` builds none. DIR is its folder, `native` for "
+            "the module inside of the checkpoint, `random` for latency work, or the id of a recipe's drafter. KEY is "
+            "method, precision or an option of the method.",
         ),
     ] = None,
     eval_text: Annotated[
@@ -94,6 +95,7 @@ def build(
     start = time.monotonic()
     with progress(quiet=as_json) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
         from redraft.assembly.bundle import build_bundle
+        from redraft.assembly.drafters import native_drafter
         from redraft.assembly.models import Place, find_model, find_recipe
         from redraft.engines.backends import check_buildable
 
@@ -108,7 +110,8 @@ def build(
         found = find_model(model, recipe, place, report)
         out = out or ENGINES / found.name
         manifest, cached = build_bundle(found, config, out, texts, force, report, not skip_check)
-    summary = summarise(manifest, out, cached, time.monotonic() - start)
+        native = native_drafter(found.path) if not (cached or manifest.drafters or config.random_weights) else ""
+    summary = summarise(manifest, out, cached, time.monotonic() - start, native)
     print_json(summary) if as_json else typer.echo(describe(summary))
 
 
@@ -131,10 +134,11 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
     return {kind: read_text(Path(file)) for kind, _, file in pairs}
 
 
-def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> dict[str, Any]:
+def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, native: str = "") -> dict[str, Any]:
     """Return the build's result as a JSON object.
 
-    `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`.
+    `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`; `native` is a line about a drafter
+    inside of the checkpoint, if the bundle has no drafter.
     """
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import engine_bytes, own_bytes, total_bytes, weight_shares
@@ -152,6 +156,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "caveats": list(manifest.model.caveats),
         "max_model_len": manifest.max_model_len,
         "drafters": {drafter.id: describe_drafter(drafter) for drafter in read_drafters(manifest)},
+        "native": native or None,
         "bytes": total_bytes(manifest),
         "own_bytes": own_bytes(out, manifest),
         "engine_bytes": engines,
@@ -202,7 +207,9 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def advice(summary: dict[str, Any]) -> Iterator[str]:
-    """Yield the advice to build in 8 bits if 4 bits lose more than `MOST_LOSS` of perplexity."""
+    """Yield how to build the checkpoint's own drafter, and to build in 8 bits if 4 bits lose more than `MOST_LOSS`."""
+    if summary.get("native"):
+        yield f"the checkpoint has {summary['native']}: build with --drafter {NATIVE} to draft with it"
     measured, exact = summary["perplexity"] or {}, summary["perplexity_fp32"] or {}
     losses = [measured[kind] / exact[kind] - 1 for kind in measured]
     if summary["precision"] == "int4" and losses and max(losses) > MOST_LOSS:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,8 +51,11 @@ STORAGE = {
     "I16": "<i2",
     "BOOL": "?",
 }
-AUXILIARY_TENSORS = ("mtp.",)
-"""Prefixes of a checkpoint's tensors that the verifier does not have."""
+MODULE_PREFIXES = ("mtp.", "model.mtp_layers.")
+"""Prefixes of tensors of modules that predict several tokens, which the verifier does not have."""
+LAYER_PREFIX = re.compile(r"model\.layers\.(\d+)\.")
+MODULE_MARKS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+"""Names of tensors, after the layer's prefix, that only such modules have. Their layers follow the verifier's."""
 MAX_HEADER_BYTES = 100_000_000
 SLAB_BYTES = 16 << 20
 
@@ -84,6 +88,10 @@ class AnyCheckpoint(Protocol):
         """Entries by name."""
 
     @property
+    def modules(self) -> dict[str, TensorEntry]:
+        """Entries by name of modules that predict several tokens, which are none of `tensors`."""
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Names of the files that hold the tensors, sorted."""
 
@@ -114,11 +122,15 @@ class AnyCheckpoint(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint directory: every file present, every tensor's bytes inside its file."""
+    """A validated checkpoint directory: every file present, every tensor's bytes inside its file.
+
+    modules: tensors of modules that predict several tokens, which are none of `tensors`.
+    """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
+    modules: dict[str, TensorEntry] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path, weights: bool = True) -> Checkpoint:
@@ -132,17 +144,15 @@ class Checkpoint:
         if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
             raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
         config = _read_json(root / "config.json", f"{root} is not a Hugging Face checkpoint: it has no config.json")
-        tensors: dict[str, TensorEntry] = {}
         if not weights:
-            return cls(root, config, tensors)
-        for file in _shards(root):
-            for entry in read_header(root / file):
-                if not entry.name.startswith(AUXILIARY_TENSORS):
-                    tensors[entry.name] = entry
-        missing = sorted(n for n in _indexed(root) if n not in tensors and not n.startswith(AUXILIARY_TENSORS))
+            return cls(root, config, {})
+        found = {entry.name: entry for file in _shards(root) for entry in read_header(root / file)}
+        missing = sorted(n for n in _indexed(root) if n not in found and not n.startswith(MODULE_PREFIXES))
         if missing:
             raise CheckpointError(f"{root}: tensor {missing[0]} is in the index but in no shard", DOWNLOAD_AGAIN)
-        return cls(root, config, tensors)
+        modules = set(_of_modules(found, config))
+        tensors = {name: entry for name, entry in found.items() if name not in modules}
+        return cls(root, config, tensors, {name: found[name] for name in found if name in modules})
 
     @cached_property
     def files(self) -> tuple[str, ...]:
@@ -196,6 +206,20 @@ class Checkpoint:
         """Return the SHA-256 of one of the checkpoint's files, hexadecimal."""
         with open(self.path / file, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _of_modules(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of tensors that belong to modules which predict several tokens.
+
+    A layer after the verifier's last one is such a module if it has a tensor of MODULE_MARKS.
+    """
+    count = config.get("num_hidden_layers")
+    layers = {name: int(match[1]) for name in names if (match := LAYER_PREFIX.match(name))}
+    marked = {layer for name, layer in layers.items() if LAYER_PREFIX.sub("", name, count=1) in MODULE_MARKS}
+    marked = {layer for layer in marked if isinstance(count, int) and layer >= count}
+    for name in names:
+        if name.startswith(MODULE_PREFIXES) or layers.get(name) in marked:
+            yield name
 
 
 def read_header(path: Path) -> Iterator[TensorEntry]:

@@ -87,6 +87,11 @@ class GgufCheckpoint:
         return {name: self._entry(parameter) for name, parameter in self.parameters.items()}
 
     @property
+    def modules(self) -> dict[str, TensorEntry]:
+        """Nothing: modules that predict several tokens are not read from GGUF files."""
+        return {}
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.length for entry in self.tensors.values())

@@ -62,7 +62,7 @@ def load_tensors(checkpoint: AnyCheckpoint, architecture: Architecture, partly: 
     for name, stored_name in architecture.names_in_whole(model).items():
         value = values[stored_name]
         if isinstance(value, StoredTensor):
-            _check_entries(checkpoint, value, checkpoint.readable if stored_name in known else BUFFERS)
+            check_entries(checkpoint, value, checkpoint.readable if stored_name in known else BUFFERS)
             (parameters if stored_name in known else buffers)[name] = value
         elif stored_name in known:
             raise _missing(checkpoint, [stored_name])
@@ -150,7 +150,8 @@ def _equal(checkpoint: AnyCheckpoint, one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in slabs)
 
 
-def _check_entries(checkpoint: AnyCheckpoint, tensor: StoredTensor, types: Sequence[str]) -> None:
+def check_entries(checkpoint: AnyCheckpoint, tensor: StoredTensor, types: Sequence[str]) -> None:
+    """Raise CheckpointError for an empty tensor, and UnsupportedModelError for a type that is none of `types`."""
     for entry in entries(tensor):
         if 0 in entry.shape:
             raise CheckpointError(f"tensor {entry.name} is empty, of shape {list(entry.shape)}", DOWNLOAD_AGAIN)

@@ -25,13 +25,21 @@ _NO_SHAPE = {"architectures", "max_position_embeddings", "rope_theta", "rope_sca
 """Fields of a recipe's shape that are not compared directly. Rotary ones are compared in their newer spelling."""
 LONG_ROPE = ("longrope", "su")
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+SAME_AS = {"mimo": "qwen2"}
+"""Architectures that transformers lacks but computes under another name, by their `model_type`.
+
+MiMo-7B is Qwen2 and a module that predicts several tokens (its repository's modeling_mimo.py).
+"""
 
 
 def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
     """Return the architecture's configuration. Raises UnsupportedModelError naming a reason against an export."""
     values = checkpoint.config
     kind = str(values.get("model_type"))
-    if "auto_map" in values:
+    if kind in SAME_AS:
+        kind = SAME_AS[kind]
+        values = {**values, "model_type": kind, "auto_map": {}}
+    elif "auto_map" in values:
         raise UnsupportedModelError(f"{kind} needs code from its own repository, which redraft does not run")
     if kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", DECODERS_ONLY)

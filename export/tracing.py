@@ -74,10 +74,11 @@ TRANSLATIONS = {
 
 
 @dataclass
-class _TracedPass:
+class TracedPass:
     """A forward pass whose attention calls become operators, over the KV buffers of its inputs.
 
     layers: attention of each layer.   order: number of a layer by the identity of its module.
+    output_rows: rows that the head computes, if the pass has a head.
     """
 
     layers: Sequence[LayerAttention]
@@ -86,10 +87,19 @@ class _TracedPass:
     positions: torch.Tensor
     cache_len: torch.Tensor
     kv_len: torch.Tensor
-    output_rows: torch.Tensor
     caches: list[torch.Tensor]
+    output_rows: torch.Tensor | None = None
     presents: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the context, the model's calls go to this pass."""
+        token = CURRENT.set(self)
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
 
     def mask(self, mask_function: Callable[..., Any]) -> None:
         """Return None: the operator's attributes describe a layer's mask."""
@@ -169,21 +179,18 @@ class VerifierModule(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Run the model. Shapes are those of `redraft.signatures.verifier_inputs` and `verifier_outputs`."""
         recorded: LayerRecorder = self.__dict__["recorded"]
-        current = _TracedPass(
-            recorded.layers, recorded.order, tree_mask, positions, cache_len, kv_len, output_rows, caches
+        current = TracedPass(
+            recorded.layers, recorded.order, tree_mask, positions, cache_len, kv_len, caches, output_rows
         )
-        token = CURRENT.set(current)
-        try:
+        with current.running():
             logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits.float()
-        finally:
-            CURRENT.reset(token)
         presents = [cache for layer in sorted(current.presents) for cache in current.presents[layer]]
         return (logits, *(current.features[hidden_state] for hidden_state in self.hidden_states), *presents)
 
 
-def _traced() -> _TracedPass:
+def _traced() -> TracedPass:
     current = CURRENT.get()
-    assert isinstance(current, _TracedPass)
+    assert isinstance(current, TracedPass)
     return current
 
 
@@ -200,7 +207,9 @@ def _with_hidden_states(model: nn.Module, hidden_state: str) -> nn.Module:
 
 
 def _wanted_rows(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (gather_rows(args[0], _traced().output_rows), *args[1:])
+    rows = _traced().output_rows
+    assert rows is not None
+    return (gather_rows(args[0], rows), *args[1:])
 
 
 def _collect(hidden_state: str) -> Any:

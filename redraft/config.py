@@ -21,10 +21,12 @@ NATIVE_RELEASES = "10.15 or newer, except 11.1 and 11.2"
 """Releases of TensorRT whose own layers compute tree attention correctly."""
 DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
 """Form of a drafter's id. It has no dot and no plus, which join ids to other words."""
-RESERVED_IDS = (NONE, *UNBUILT, "all", "random", "inexact", "verifier", "step", "weights")
+RESERVED_IDS = (NONE, *UNBUILT, "all", "random", "native", "inexact", "verifier", "step", "weights")
 """Words that cannot be ids: the command line or names of a bundle's graphs use them."""
 RANDOM = "random"
 """Replaces a drafter's folder: a drafter of the verifier's shape with random weights, for latency work only."""
+NATIVE = "native"
+"""Replaces a drafter's folder: the drafter inside of the verifier's own checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class DrafterBuild:
     """Configuration of one drafter of a bundle.
 
     id:      the user's name for the drafter.
-    source:  the drafter's folder, or RANDOM. None in a recipe that leaves the folder to the command line.
+    source:  the drafter's folder, RANDOM or NATIVE. None in a recipe that leaves the folder to the command line.
     method:  the drafting method; None takes the one that the folder's configuration names.
     options: the method's own options for building.
     extra:   a recipe's drafter that is built only if the command line names it.

@@ -184,8 +184,9 @@ class ChainAttention:
 
 
 def fits_chain(node: ir.Node) -> bool:
-    """Return True if the kernel supports this layer."""
-    return head_dim(node) % _HEAD_MULTIPLE == 0
+    """Return True if the kernel supports this layer, which sees all rows before it."""
+    sees_all = not attribute(node, "window", 0) and not attribute(node, "chunk", 0)
+    return sees_all and head_dim(node) % _HEAD_MULTIPLE == 0
 
 
 def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.Value, ...], dict[str, Any]]:

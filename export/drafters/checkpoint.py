@@ -201,14 +201,23 @@ def fill(tensor: torch.Tensor, source: AnySource, parameter: str) -> None:
         row += len(slab)
 
 
-def differences(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield a description of each tensor that is missing, surplus or of another shape. Shapes are by name."""
+def differences(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], most: int | None = None
+) -> Iterator[str]:
+    """Yield a description of each tensor that is missing, surplus or of another shape. Shapes are by name.
+
+    most: names that are listed of each kind; None lists all.
+    """
     for word, keys in (("missing", set(expected) - set(found)), ("surplus", set(found) - set(expected))):
         if keys:
-            yield f"{word} {', '.join(sorted(keys))}"
-    for name, shape in expected.items():
-        if name in found and found[name] != shape:
-            yield f"{name} is {list(found[name])}, expected {list(shape)}"
+            yield f"{word} {', '.join(sorted(keys)[:most])}{_more(len(keys), most)}"
+    other = [name for name, shape in expected.items() if name in found and found[name] != shape]
+    for name in other[:most]:
+        yield f"{name} is {list(found[name])}, expected {list(expected[name])}"
+
+
+def _more(names: int, most: int | None) -> str:
+    return "" if most is None or names <= most else f" and {names - most} more"
 
 
 def _vocabulary_problems(tokens: torch.Tensor, size: int, vocabulary: int) -> Iterator[str]:

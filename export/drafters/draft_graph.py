@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -32,6 +33,8 @@ _TORCH = {"float16": torch.float16, "float32": torch.float32, "int8": torch.int8
 _TRACED_ROWS = 3
 _TRACED_KV_ROWS = 16
 M = TypeVar("M", bound=nn.Module)
+A = TypeVar("A")
+"""How rows attend."""
 
 
 def stem(name: str) -> str:
@@ -108,15 +111,17 @@ class GraphRotary(nn.Module):
         return turned
 
 
-class ChainAttention:
-    """Attention of a draft: all rows to catch up on, then one row a step. Each writes its rows to the KV buffers."""
+class ChainRows(ABC, Generic[A]):
+    """The rows of a draft: all rows to catch up on, then one row a step. Each writes its rows to the KV buffers.
+
+    A subclass says how rows attend, by `_at`.
+    """
 
     def __init__(
-        self, config: LayerConfig, positions: torch.Tensor, pending: torch.Tensor, cache_len: torch.Tensor,
-        kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        self, positions: torch.Tensor, pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor,
+        key: torch.Tensor, value: torch.Tensor,
     ) -> None:  # fmt: skip
         self.caches = [key, value]
-        self._config = config
         self._positions, self._cache_len, self._kv_len = positions, cache_len, kv_len
         self._last = (pending - 1)[:, None]
         self._place, self._step_cache_len = positions.gather(1, self._last), cache_len + pending
@@ -131,23 +136,37 @@ class ChainAttention:
         """Return the last pending token of [B, M], as [B, 1]."""
         return tokens.gather(1, self._last)
 
-    def catch_up(self) -> Attend:
+    def catch_up(self) -> A:
         """Attend for all rows. Each row sees the rows before it."""
         batch, rows = self._positions.shape
         causal = torch.ones(rows, rows, dtype=torch.bool).tril()[None].expand(batch, -1, -1)
         return self._at(self._positions, causal, self._cache_len)
 
-    def next_step(self) -> tuple[torch.Tensor, Attend]:
+    def next_step(self) -> tuple[torch.Tensor, A]:
         """Return the position [B, 1] of the next step's row, and attend for that row, which sees all rows before it."""
         self._place, self._kv_len = self._place + 1, self._kv_len + 1
         attend = self._at(self._place, self._alone, self._step_cache_len)
         self._step_cache_len = self._step_cache_len + 1
         return self._place, attend
 
+    @abstractmethod
+    def _at(
+        self, places: torch.Tensor, mask: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor | None = None
+    ) -> A:
+        """Attend for rows at `places` [B, T] after `cache_len` [B] rows. Rows see each other by `mask` [B, T, T]."""
+
+
+class ChainAttention(ChainRows[Attend]):
+    """Attention of a drafter's own layer."""
+
+    def __init__(self, config: LayerConfig, *rows: torch.Tensor) -> None:
+        """`rows` are the arguments of `ChainRows`."""
+        super().__init__(*rows)
+        self._config = config
+
     def _at(
         self, places: torch.Tensor, mask: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor | None = None
     ) -> Attend:
-        """Attend for rows at `places` [B, T] after `cache_len` [B] rows. Rows see each other by `mask` [B, T, T]."""
         config, kv_len = self._config, self._kv_len if kv_len is None else kv_len
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -233,18 +252,22 @@ class DraftGraph(nn.Module, Generic[M]):
     It changes the drafter that it wraps: rotation becomes one operator over every position that a draft can reach.
     """
 
-    def __init__(self, drafter: M, config: LayerConfig, shape: Any, max_positions: int) -> None:
+    def __init__(self, drafter: M, config: DrafterConfig, shape: Any, max_positions: int) -> None:
         super().__init__()
         dtype = tracing.TORCH[shape.dtype]
         self.drafter, self.shape = drafter, shape
-        layer: Any = drafter.layer
-        layer.rotary = GraphRotary(layer.rotary, max_positions + names.CATCH_UP_ROWS + shape.steps, dtype)
-        modules.replace_rms_norms(drafter)
+        self._prepare(drafter, max_positions + names.CATCH_UP_ROWS + shape.steps)
         self.embedding, self.head = (
             nn.Parameter(torch.empty(rows, shape.hidden, dtype=dtype), requires_grad=False)
             for rows in (shape.vocabulary, shape.draft_vocabulary)
         )
         self._scale = config.logit_scale
+
+    def _prepare(self, drafter: M, positions: int) -> None:
+        """Replace the drafter's rotation and norms by single operators."""
+        layer: Any = drafter.layer
+        layer.rotary = GraphRotary(layer.rotary, positions, tracing.TORCH[self.shape.dtype])
+        modules.replace_rms_norms(drafter)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, T, n] of tokens [B, T]."""

@@ -35,3 +35,7 @@ class MtpDrafter(nn.Module):
         fused = self.projection(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embeddings)], dim=-1))
         out: torch.Tensor = self.norm(self.layer(fused, positions, attend, keep))
         return out
+
+    def readout(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the head reads of hidden states: themselves."""
+        return hidden

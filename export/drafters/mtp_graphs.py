@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-from redraft.export import tracing
-from redraft.export.drafters import ExportedDrafter, Exporter
+from redraft.export.drafters import ExportedDrafter, Exporter, NativeExporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_graph import (
     ChainAttention,
-    DraftGraph,
-    Sampling,
+    ChainRows,
     check_fit,
     drafter_precision,
     empty_module,
-    likeliest,
     parameter_shapes,
     random_source,
     stem,
@@ -27,10 +24,12 @@ from redraft.export.drafters.draft_graph import (
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import LayerConfig, verifier_sizes
 from redraft.export.drafters.mtp import MtpDrafter
+from redraft.export.drafters.mtp_chain import MtpChain
+from redraft.export.drafters.mtp_layouts import require_module
+from redraft.export.drafters.mtp_native_graphs import export_native
 from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport
 from redraft.export.weight_files import Progress, no_progress
-from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 
@@ -56,11 +55,14 @@ def export_random(
     """Write the graph of a module with random weights for a verifier of this transformers configuration."""
     module = _empty(configuration_of(configuration, verifier.shape.vocabulary), verifier)
     source = random_source(name, module, drafter_precision(options.precision, verifier), out)
-    tokens = TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
-    return _export(name, module, source, tokens, verifier, out, options, progress)
+    return _export(name, module, source, _all_tokens(verifier), verifier, out, options, progress)
 
 
-EXPORTER = Exporter(export_mtp, export_random)
+def _all_tokens(verifier: VerifierExport) -> TokenData:
+    return TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
+
+
+EXPORTER = Exporter(export_mtp, export_random, native=NativeExporter(require_module, export_native))
 
 
 def configuration_of(verifier: Any, vocabulary: int) -> LayerConfig:
@@ -97,27 +99,9 @@ def _export(
     return ExportedDrafter(shape, precision, weights, write_tables(name, vocabulary.tables(), out))
 
 
-class _Draft(DraftGraph[MtpDrafter]):
-    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
+class _Draft(MtpChain[MtpDrafter]):
+    """The draft of a module with a layer of its own."""
 
-    def forward(
-        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
-        tables: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
-        hidden = self.drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
-        nodes, factor = [attention.last_token(tokens)], sampling.scale[:, None, None]
-        log_probs, chain = [torch.zeros_like(nodes[0], dtype=torch.float32)], []
-        by_rank, of_rank = sampling.drawn[:, None] > 0, torch.full((1, 1), DRAWN_LOG_PROB)
-        for step in range(self.shape.steps):
-            chain.append(self.logits(hidden))  # [B, 1, H]
-            logits = sampling.noisy(chain[-1], tables, step) * factor
-            log_prob, best = (found.squeeze(-1) for found in likeliest(logits, 1))  # [B, 1]
-            nodes.append(tracing.take(tables[0], best) if tables else best)
-            log_probs.append(log_probs[-1] + torch.where(by_rank, of_rank, log_prob))
-            if step + 1 < self.shape.steps:
-                hidden = self.drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
-        parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
-        tree = torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1)
-        return (*tree, torch.cat(chain, 1), *attention.caches)
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Attend as the drafter's layer."""
+        return ChainAttention(self.drafter.config, *rows)

@@ -58,6 +58,11 @@ def checkpoint_method() -> str:
     return next(name for name in METHODS if find_method(name).takes_checkpoints)
 
 
+def native_method() -> str:
+    """Return the method of a drafter inside of the verifier's own checkpoint."""
+    return next(name for name in METHODS if find_method(name).native)
+
+
 __all__ = [
     "LOOKUPS",
     "METHODS",
@@ -70,4 +75,5 @@ __all__ = [
     "built_methods",
     "checkpoint_method",
     "find_method",
+    "native_method",
 ]

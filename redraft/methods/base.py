@@ -115,6 +115,7 @@ class Method(Generic[S]):
     limits:        the largest tree.   describe: the shape in words.
     options:       class of its options at run time.   build_options: class of its options for building.
     takes_checkpoints: True if a drafter may be a plain checkpoint of a decoder.
+    native:        True if the verifier's own checkpoint may have a drafter inside.
     training:      name of the command that trains its drafters, if it is not the id.
     """
 
@@ -132,6 +133,7 @@ class Method(Generic[S]):
     options: type[Any] = NoOptions
     build_options: type[BuildOptions] = BuildOptions
     takes_checkpoints: bool = False
+    native: bool = False
     training: str = ""
 
     @property

@@ -55,7 +55,7 @@ class MtpShape:
     """Sizes of the drafter's graph and buffers.
 
     steps: N.   draft_vocabulary: H.   draft_logit_scale: factor on the logits.
-    dtype: of features and KV, the verifier's.
+    dtype: of features and KV, the verifier's.   hidden_states: of the verifier, the one that it reads.
     """
 
     hidden: PositiveInt
@@ -66,6 +66,7 @@ class MtpShape:
     draft_vocabulary: PositiveInt
     draft_logit_scale: float = 1.0
     dtype: Dtype = "float32"
+    hidden_states: tuple[str, ...] = (names.LAST_HIDDEN_STATE,)
 
     @property
     def nodes(self) -> int:
@@ -105,4 +106,5 @@ METHOD: Method[MtpShape] = Method(
     limits=lambda shape: TreeLimits(shape.steps, 1, shape.steps),
     describe=lambda shape: f"{shape.steps} steps{describe_vocabulary(shape)}",
     build_options=MtpBuild,
+    native=True,
 )
