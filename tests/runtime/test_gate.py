@@ -9,6 +9,8 @@ from __future__ import annotations
 from itertools import pairwise
 from math import inf
 
+import pytest
+
 from redraft.runtime.adaptive import LONGEST_PAUSE, Adaptive
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.sequence import Sequence
@@ -122,3 +124,29 @@ def test_wins_are_remembered_up_to_a_limit() -> None:
         assert step(controller, seq := sequence(), accepted=0)
     assert step(controller, seq := sequence(), accepted=0)
     assert not step(controller, seq, accepted=0)
+
+
+def test_losses_count_by_measured_times_and_not_by_the_cost_table() -> None:
+    """By the table each step of four nodes costs two plain steps and brings two tokens: it neither wins nor loses.
+
+    It takes 2.5 ms, and a plain verification after another one 0.8 ms, so it loses 2.5 / 0.8 - 2 = 1.125 plain steps.
+    """
+    controller, seq = gated(), sequence()
+    controller.budget(seq)
+    for _ in range(3):
+        controller.ended(False, 0.0, 0.8)
+    controller.timed(0.0, {}, 4, 2.5)
+    controller.observe(seq, plan(OfferKind.LOOKUP, TREE), TREE, outcome(TREE, 1))
+    assert seq.control.method.lead == pytest.approx(-1.125)
+
+
+def test_the_first_plain_step_after_a_draft_says_nothing_about_plain_steps() -> None:
+    """Its verification is slow, since the draft evicted the verifier's weights from the caches."""
+    controller, seq = gated(), sequence()
+    controller.budget(seq)
+    controller.ended(False, 0.0, 1.0)
+    controller.ended(True, 0.0, 2.0)
+    controller.ended(False, 0.0, 1.2)
+    controller.timed(0.0, {}, 4, 2.0)
+    controller.observe(seq, plan(OfferKind.LOOKUP, TREE), TREE, outcome(TREE, 1))
+    assert seq.control.method.lead == pytest.approx(0.0)
