@@ -18,7 +18,7 @@ from redraft.export import modules, passes, tracing
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
-from redraft.export.drafters.layer import Attend, LayerConfig
+from redraft.export.drafters.layer import Attend, DrafterConfig, LayerConfig
 from redraft.export.noise import add_noise
 from redraft.export.sources import AnySource, DrafterSource, RandomSource
 from redraft.export.tree_attention import tree_attention
@@ -39,7 +39,9 @@ def stem(name: str) -> str:
     return f"{name}."
 
 
-def check_fit(drafter: DrafterCheckpoint, settings: LayerConfig, verifier: VerifierExport, identity: Identity) -> None:
+def check_fit(
+    drafter: DrafterCheckpoint, settings: DrafterConfig, verifier: VerifierExport, identity: Identity
+) -> None:
     """Raise CheckpointError if a drafter was trained for another verifier, or cannot read its hidden states."""
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
     for hidden_state in getattr(settings, "hidden_states", (names.LAST_HIDDEN_STATE,)):

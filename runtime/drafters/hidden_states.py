@@ -23,11 +23,11 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
 from redraft.engines.host_buffer import array_of
-from redraft.errors import UsageError
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore
-from redraft.runtime.drafters.engine import CATCH_UP, MOST_CALLS, EngineDrafter
+from redraft.runtime.drafters.engine import CATCH_UP
+from redraft.runtime.drafters.pending import PendingFeatures
 from redraft.runtime.drafters.proposals import AddedLogits, ChainProposal
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
@@ -49,7 +49,7 @@ class Drafting:
     pending: int = 0
 
 
-class HiddenStateDrafter(EngineDrafter):
+class HiddenStateDrafter(PendingFeatures):
     """The shared part of such drafters. A subclass sets `method`; its shape has `steps` and `nodes` of a draft."""
 
     def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
@@ -58,16 +58,13 @@ class HiddenStateDrafter(EngineDrafter):
         shape: of its graphs.   tables: by name.   options: of the method.   name: the drafter's id.
         """
         device = verifier.device
-        self._hidden_states = self.method.states_of(shape)
         self._store = verifier.steps.store if device.step_graphs else None
         several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
         chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in self.method.roles(shape) else ()
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         super().__init__(verifier, shape, tables, options, name, self.method.spare_rows, step_graphs, chains)
-        most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
-        self._calls: Recent[tuple[str, int, int], _Call] = Recent(most_calls, device.wait)
+        self._calls: Recent[tuple[str, int, int], _Call] = Recent(self._most_calls, device.wait)
         self._lost_chain: Buffer | None = None
-        self._shifts: Recent[int, _Shift] = Recent(most_calls, device.wait)
         self._chains = [
             _Backup(device, slots_of(self._state[chain], range(slot, slot + 1))) for chain in chains for slot in several
         ]
@@ -75,34 +72,6 @@ class HiddenStateDrafter(EngineDrafter):
         verifier.attach(self)
         if device.asynchronous:
             self._warm()
-
-    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
-        """Return the buffers [B, W, n] of these slots, by hidden state."""
-        return {
-            state: slots_of(self._state[names.of_state(names.PENDING_FEATURES, place)], slots)
-            for place, state in enumerate(self._hidden_states)
-        }
-
-    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
-        """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
-        space = names.MAX_PENDING_FEATURES - rows
-        if space < CATCH_UP:
-            raise UsageError(
-                f"a tree of {rows} nodes is too large, at most {rows + space - CATCH_UP} can be",
-                "lower the budget's nodes",
-            )
-        found, reads = [], False
-        for slot, seq in zip(slots, batch, strict=True):
-            state = self._state_of(seq)
-            while state and state.pending > space:
-                self._catch_up(seq, slot)
-            found.append(state.pending if state else 0)
-            reads = reads or state is not None
-        return found if reads else None
-
-    def _state_of(self, seq: Sequence) -> Drafting | None:
-        """Return the state of `seq`; None if another method drafts for it."""
-        return seq.drafting.get(self)
 
     def begin(self, seq: Sequence) -> None:
         """Create the state of `seq`."""
@@ -198,13 +167,10 @@ class HiddenStateDrafter(EngineDrafter):
         self._fill(call, [seq], [CATCH_UP])
         self._run(DRAFT, call.work)
         drafting.used = self.shape.steps
-        pending = tuple(self.pending_features(range(slot, slot + 1)).values())
-        shift = self._shifts.get(slot) or self._shifts.add(slot, _Shift(self._device, self._gather, pending))
-        shift()
+        self._drop(slot)
 
-    @property
-    def _gather(self) -> Program:
-        return self._step_programs[names.STEP_GATHER_FEATURES]
+    def _make_space(self, seq: Sequence, slot: int) -> None:
+        self._catch_up(seq, slot)
 
     def _fill(self, call: _Call, batch: Several[Sequence], rows: Several[int]) -> None:
         """Set the next run's inputs: the first rows[i] pending rows of sequence i. No rows mean no draft."""
@@ -373,19 +339,6 @@ class _Call:
         buffers = self._tokens, self._parents, self._log_probs
         tokens, parents, log_probs = (array_of(buffer)[slot, :nodes].copy() for buffer in buffers)
         return DraftTree(tokens, parents, log_probs, Draws.of(proposal, nodes))
-
-
-class _Shift:
-    """Moves the pending rows of a slot to the front after a call has computed CATCH_UP rows."""
-
-    def __init__(self, device: Device, gather: Program, pending: Several[Buffer]) -> None:
-        space = pending[0].shape[1] - CATCH_UP
-        path, start = device.empty("int64", 1, space), device.empty("int64", 1)
-        path.write(np.arange(CATCH_UP, CATCH_UP + space)[None])
-        self._run = device.chain([gathered(gather, rows, path, rows, start) for rows in pending])
-
-    def __call__(self) -> None:
-        self._run()
 
 
 class _Backup:

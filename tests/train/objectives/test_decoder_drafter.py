@@ -7,18 +7,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redraft.errors import UnsupportedModelError, UsageError
-from redraft.export.drafters.draft_model import DraftModel, configuration_of
+from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
-from redraft.train.objectives.draft_model import DEPTHS, DraftModelObjective, LossWeights
-from redraft.train.objectives.draft_model_method import (
-    StudentRecipe,
+from redraft.train.objectives.decoder_drafter import DEPTHS, DraftModelObjective, LossWeights
+from redraft.train.objectives.decoder_method import (
     StudentTable,
     configure,
     default_layers,
     start_from_layers,
     with_embedding_and_head,
 )
+from redraft.train.objectives.draft_model_method import StudentRecipe
 from redraft.train.states import TOP_LOGITS, run_verifier
 from redraft.train.verifier_model import VerifierModel, open_verifier
 from tests.export.models import config_of
@@ -170,5 +170,5 @@ def test_a_recipe_that_the_verifier_cannot_fill_is_refused_in_one_line(verifier_
 
 def test_weights_without_a_loss_are_refused():
     for table in (dict(kl=0.0), dict(kl=-1.0), dict(prompt=-0.1)):
-        with pytest.raises(UsageError, match="one of the first three positive"):
+        with pytest.raises(UsageError, match="one of the first four positive"):
             StudentTable(**table)
