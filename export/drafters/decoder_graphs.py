@@ -6,7 +6,6 @@ steer    computes these biases from the verifier's hidden states, once a draft
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,11 +175,11 @@ def _export(
     precision = drafter_precision(options.precision, verifier)
     progress("trace drafter", 0, 1)
     shape, traced, steering = _traced(name, method, own, len(vocabulary.tokens), verifier, options)
-    sources = _sources(name, own, traced, steering, vocabulary, verifier, out, precision)
-    weights = _write(name, own, traced, sources, verifier, out, precision, progress)
+    source, new_names = _source(name, own, traced, steering, vocabulary, verifier, out, precision)
+    shared = verifier.weights if own.shares else ()
+    weights = _write(name, traced.model, source, new_names, shared, out, precision, progress)
     if steering is not None:
-        weights = tuple(sorted((*weights, *_write_steering(name, steering, shape, sources, out, precision, progress)),
-                               key=lambda ref: ref.initializer))  # fmt: skip
+        weights += _write_steering(name, steering, shape, source, out, precision, progress)
     return ExportedDrafter(shape, precision, weights, write_tables(name, vocabulary.tables(), out))
 
 
@@ -258,7 +257,7 @@ class _Graph(nn.Module):
     def __init__(self, decoder: tracing.VerifierModule, steering: Steering | None, shape: DecoderShape) -> None:
         super().__init__()
         self.model = decoder.model
-        self.__dict__["decoder"], self.__dict__["applied"] = decoder, steering.applied if steering else None
+        self.__dict__["decoder"], self.__dict__["steering"] = decoder, steering  # no submodules: not its parameters
         self._width = shape.width
 
     def forward(
@@ -267,7 +266,8 @@ class _Graph(nn.Module):
         sampling: Sampling, tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         decoder: tracing.VerifierModule = self.__dict__["decoder"]
-        with self.__dict__["applied"](*biases) if biases else nullcontext():
+        steering: Steering | None = self.__dict__["steering"]
+        with steering.applied(*biases) if steering else nullcontext():
             logits, *updates = decoder(token_ids, positions, tree_mask, cache_len, kv_len, output_rows, caches)
         z = sampling.noisy(logits, tables) * sampling.scale[:, None, None]  # [B, R, H]
         if self._width == 1:
@@ -310,18 +310,18 @@ def _trace(graph: _Graph, shape: DecoderShape) -> ir.Model:
     )  # fmt: skip
 
 
-def _sources(
+def _source(
     name: str, own: _Own, traced: TracedDecoder, steering: Steering | None, vocabulary: DraftVocabulary,
     verifier: VerifierExport, out: Path, precision: Precision,
-) -> _Sources:  # fmt: skip
-    """Return the sources of the parameters of both graphs, by their names in a bundle."""
+) -> tuple[AnySource, dict[str, str]]:  # fmt: skip
+    """Return the source of both graphs' parameters, and the names in a bundle of the traced decoder's."""
     mine = stem(name)
     new_names = {parameter: f"{mine}{parameter}" for parameter in traced.parameters}
     if not own.shares:
         assert own.checkpoint is not None
         shapes = {new_names[key]: size for key, size in traced.parameters.items()}
         tensors = {new_names[key]: tensor for key, tensor in traced.tensors.items()}
-        return _Sources(Source(own.checkpoint, shapes, tensors, mine), new_names)
+        return Source(own.checkpoint, shapes, tensors, mine), new_names
     head = vocabulary.head(verifier.source, verifier.head, f"{mine}head")
     new_names |= {traced.head: head.name if head else verifier.head, traced.embedding: verifier.embedding}
     shapes = {new_names[key]: size for key, size in traced.parameters.items()}
@@ -330,34 +330,24 @@ def _sources(
     if steering is not None:
         shapes |= {f"{mine}{_STEERING}{key}": size for key, size in parameter_shapes(steering).items()}
     source = own.source or RandomSource.write(shapes, out, STORED[precision], f"{mine}random")
-    return _Sources(DrafterSource(DrafterSource(source, head) if head else source, verifier.source), new_names)
-
-
-@dataclass(frozen=True)
-class _Sources:
-    """The source of a drafter's parameters.   new_names: names in a bundle, of the traced decoder's parameters."""
-
-    source: AnySource
-    new_names: Mapping[str, str]
+    return DrafterSource(DrafterSource(source, head) if head else source, verifier.source), new_names
 
 
 def _write(
-    name: str, own: _Own, traced: TracedDecoder, sources: _Sources, verifier: VerifierExport, out: Path,
+    name: str, model: ir.Model, source: AnySource, new_names: dict[str, str], shared: tuple[WeightRef, ...], out: Path,
     precision: Precision, progress: Progress,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Write the traced graph and its weights. Returns their places."""
-    model = traced.model
+    """Write the traced decoder's graph and its weights. Returns their places.   shared: those of the verifier."""
     passes.simplify(model)
-    rename(model, dict(sources.new_names))
-    shared = verifier.weights if own.shares else ()
-    refs = place(model, sources.source, out, precision, progress, file=name, shared=shared)
+    rename(model, new_names)
+    refs = place(model, source, out, precision, progress, file=name, shared=shared)
     finish(model)
     ir.save(model, out / graph_file(name, DRAFT))
     return refs
 
 
 def _write_steering(
-    name: str, steering: Steering, shape: DecoderShape, sources: _Sources, out: Path, precision: Precision,
+    name: str, steering: Steering, shape: DecoderShape, source: AnySource, out: Path, precision: Precision,
     progress: Progress,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     """Trace and write the graph `steer` and its weights. Returns their places."""
@@ -368,7 +358,7 @@ def _write_steering(
     model = tracing.trace_graph(_SteerGraph(steering), args, dynamic, steer_inputs(shape), steer_outputs(shape))
     passes.simplify(model)
     rename(model, {f"{_STEERING}{key}": f"{stem(name)}{_STEERING}{key}" for key in parameter_shapes(steering)})
-    refs = place(model, sources.source, out, precision, progress, file=f"{stem(name)}{STEER}")
+    refs = place(model, source, out, precision, progress, file=f"{stem(name)}{STEER}")
     finish(model)
     ir.save(model, out / graph_file(name, STEER))
     return refs

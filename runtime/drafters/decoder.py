@@ -1,7 +1,8 @@
 """Drafters that are decoders of their own: they draft a token at a time, and stop as soon as a budget says so.
 
-Its rows are tokens: row r of its KV is that of the token at position r, so it catches up by tokens alone. Rows of
-drafted tokens stay valid if the same tokens are committed, whatever committed them. The others are overwritten.
+Its rows are tokens: row r of its KV is that of the token at position r, so it catches up by tokens, and by what a
+subclass prepares for their rows. Rows of drafted tokens stay valid if the same tokens are committed, whatever committed
+them. The others are overwritten.
 
 One run of the graph computes one level. Runs of a chain are one work of the device, in which each run reads the token
 that the one before chose. The host reads probabilities between two works, so they decide where a draft can stop. The
@@ -25,7 +26,7 @@ from redraft import names
 from redraft.engines.device import Array, Buffer, slots_of
 from redraft.names import DRAFT
 from redraft.runtime.drafters.decoder_call import DraftCall
-from redraft.runtime.drafters.engine import CATCH_UP, MOST_CALLS, EngineDrafter
+from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
 from redraft.runtime.drafters.growing_tree import GrowingTree, log_share
 from redraft.runtime.drafters.proposals import RowsProposal
 from redraft.runtime.recent import Recent
@@ -106,8 +107,7 @@ class DecoderDrafter(EngineDrafter):
     def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
         """Load its programs. Raises as `EngineDrafter`."""
         super().__init__(verifier, shape, tables, options, name, self.method.spare_rows, self.step_graphs)
-        most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
-        self._calls: Recent[tuple[range, int, int, int], DraftCall] = Recent(most_calls, self._device.wait)
+        self._calls: Recent[tuple[range, int, int, int], DraftCall] = Recent(self._most_calls, self._device.wait)
         self._positions = np.minimum(self._positions, verifier.max_model_len - 1)
         """Position of each row. No token has a row beyond the context; those of padding must have some position."""
         self._logits: list[Buffer] = []
@@ -334,7 +334,7 @@ class DecoderDrafter(EngineDrafter):
             given |= {**(self._noise.without if alone else self._noise.buffers(len(slots))), **self._tables}
             shape = len(slots), ends, self.shape.draft_vocabulary
             logits = [buffer.part(*shape) for buffer in self._level_logits(levels)]
-            first, later = (given | self._read(slots, rows) for rows in (width, 1))
+            first, later = ({**given, **self._read(slots, rows)} for rows in (width, 1))
             call = DraftCall(self._device, self._programs[DRAFT], len(slots), width, first, later, logits)
             self._calls.add(key, call)
         return call

@@ -17,7 +17,7 @@ from redraft import names
 from redraft.engines.device import Buffer, Device, Program, slots_of
 from redraft.errors import UsageError
 from redraft.runtime.bound_step import gathered
-from redraft.runtime.drafters.engine import CATCH_UP, MOST_CALLS, EngineDrafter
+from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 
@@ -28,11 +28,6 @@ class PendingFeatures(EngineDrafter):
     @cached_property
     def _hidden_states(self) -> tuple[str, ...]:
         return self.method.states_of(self.shape)
-
-    @property
-    def _most_calls(self) -> int:
-        """Calls of one kind in memory."""
-        return MOST_CALLS * -(-self.verifier.max_num_seqs // 4)
 
     @cached_property
     def _shifts(self) -> Recent[int, Shift]:

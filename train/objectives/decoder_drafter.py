@@ -72,9 +72,9 @@ class Offsets:
         if not 1 <= self.draft_length <= MOST_STEPS:
             raise UsageError(f"drafter.draft_length must be a number from 1 to {MOST_STEPS}, not {self.draft_length}")
 
-    def draw(self, texts: int, rows: int, device: torch.device) -> torch.Tensor:
-        """Return an offset of every row, int64 [B, L], by torch's generator."""
-        k = self.draft_length
+    def draw(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return an offset of every row of texts [B, L], int64 [B, L], by torch's generator."""
+        (texts, rows), k, device = tokens.shape, self.draft_length, tokens.device
         drawn = torch.randint(k, (texts, rows if self.offsets == "row" else 1), device=device)
         if self.offsets == "block":
             drawn = (drawn + torch.arange(rows, device=device)) % k
@@ -163,9 +163,7 @@ class DraftModelObjective(Distillation):
 
     def _drawn_offsets(self, batch: Batch) -> torch.Tensor | None:
         """Return an offset of every row; None for a model without steering."""
-        if self.drafter.steering is None:
-            return None
-        return self._offsets.draw(*batch.tokens.shape, batch.tokens.device)
+        return None if self.drafter.steering is None else self._offsets.draw(batch.tokens)
 
     def _features(self, batch: Batch, states: States | None, offsets: torch.Tensor | None) -> torch.Tensor | None:
         """Return the hidden states that steer every row, [B, L, states * n]; None for a model without steering.

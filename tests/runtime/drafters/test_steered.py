@@ -23,6 +23,7 @@ from redraft.types import Budget, Costs, Tree
 from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.runtime.devices import cpu_device, open_over, tensorrt_device
 from tests.runtime.fakes import CURVE
+from tests.runtime.test_rejection_drafts import FAR, chi_square
 
 from .steered_bundle import STEPS, Paper, write_bundle
 
@@ -187,6 +188,11 @@ def test_logits_on_a_device_are_those_of_the_paper(
         runtime.generate(PROMPTS, params(HOT, 20, acceptance="rejection"), ways)
     assert len(watched.drafts) == 3
     watched.check(folder)
+
+
+def test_drawn_drafts_leave_the_verifiers_distribution(folder: Path) -> None:
+    with opened(folder, 1) as runtime:
+        assert chi_square(runtime, CHAINS, "rejection", requests=12) < FAR
 
 
 def test_rows_of_plain_steps_have_the_steering_of_the_position_before(
