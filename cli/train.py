@@ -87,7 +87,12 @@ def drafter(
         ),
     ] = None,
     config: Config = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="A run or published drafter to begin with, instead of the recipe's init."),
+    ] = None,
     steps: Steps = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs over the text, instead of the recipe's.")] = None,
     seed: Seed = None,
     device: DeviceOption = Device.cpu,
     dtype: Dtype = Products.auto,
@@ -109,7 +114,9 @@ def drafter(
     command = str(context.info_name)
     name = COMMANDS[command]
     method = find_method(name)
-    recipe = method.recipe.load(config or method.schedule or command).with_options(steps, seed)
+    if steps and epochs:
+        raise UsageError("--steps and --epochs both give the length", "give one of them")
+    recipe = method.recipe.load(config or method.schedule or command).with_options(steps, seed, epochs)
     if recipe.method != name:
         raise UsageError(
             f"the recipe {config} is for {recipe.method}",
@@ -127,6 +134,7 @@ def drafter(
             out,
             recipe,
             texts=texts,
+            start=start,
             device=device.value,
             dtype=_dtype(dtype, device),
             compile_graph=compile_graph,

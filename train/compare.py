@@ -218,16 +218,23 @@ def _check_same(recipe: CompareRecipe, out: Path, facts: Mapping[str, Any]) -> d
         try:
             changed = [name for name in ("verifier", "documents") if before["digests"][name] != now["digests"][name]]
             same = {name: run for name, run in before["recipes"].items() if name in now["recipes"]}
-            changed += [f"recipe of {name}" for name, run in same.items() if run != now["recipes"][name]]
+            changed += [f"recipe of {name}" for name, run in same.items() if _filled(run) != now["recipes"][name]]
             for key in ("runs", "recipes"):
                 now[key] = {**before[key], **now[key]}
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, UsageError):
             raise TrainingError(f"{path} is damaged or of another version", "give another --out") from None
         if changed:
             raise TrainingError(f"{out} has a comparison with another {changed[0]}", "give another --out")
         now["tables"] = now["tables"] or before.get("tables", {})
     path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     return {name: run["method"] for name, run in now["runs"].items()}
+
+
+def _filled(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's recipe with defaults for fields that it did not have when it was noted."""
+    values = find_method(recipe["method"]).recipe.from_dict(recipe).to_dict()
+    found: dict[str, Any] = json.loads(json.dumps({key: value for key, value in values.items() if key != "seed"}))
+    return found
 
 
 def _finished(folder: Path) -> bool:

@@ -24,9 +24,9 @@ class Recipe:
     """All settings of a training run, except the places of its files. Subclasses add the trained model.
 
     `steps` is the whole length; with `epochs` it follows from the data's size. The learning rate warms up, is constant
-    until the last `decay_share` of the steps, then falls linearly to zero. While it is constant, a run can be resumed
-    with another length. Rows have `seq_len` tokens, and `decay_seq_len` in the decay; a batch always has
-    `batch_tokens`.
+    until the last `decay_share` of the steps, then falls to zero: linearly, or along half a cosine (`decay`), which
+    begins after the warm-up at the earliest. While it is constant, a run can be resumed with another length. Rows have
+    `seq_len` tokens, and `decay_seq_len` in the decay; a batch always has `batch_tokens`.
 
     optimizer: `muon` (Muon for matrices at `matrix_lr`, AdamW for the rest at `embedding_lr`), `adam` (all at `lr`),
     `adamw` (the same with `weight_decay`), or `scaled_adam` (Adam, with steps that allow for the size of inputs). The
@@ -42,6 +42,7 @@ class Recipe:
     decay_seq_len: int = 256
     warmup_steps: int = 40
     decay_share: float = 0.25
+    decay: Literal["linear", "cosine"] = "linear"
     optimizer: Literal["muon", "adam", "adamw", "scaled_adam"] = "muon"
     matrix_lr: float = 0.02
     embedding_lr: float = 0.005
@@ -82,9 +83,13 @@ class Recipe:
         return self.steps - round(self.steps * self.decay_share)
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor on learning rates at `step`: linear warmup, one, linear decay to zero at the end."""
-        decayed = min(1.0, (self.steps - step) / max(1, self.steps - self.decay_start))
-        return min(1.0, (step + 1) / max(1, self.warmup_steps)) * decayed
+        """Return the factor on learning rates at `step`: linear warmup, one, decay to zero at the end."""
+        warmed = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        if self.decay == "cosine":
+            start = min(max(self.decay_start, self.warmup_steps), self.steps - 1)
+            passed = max(0.0, (step - start) / (self.steps - start))
+            return warmed * (1 + math.cos(math.pi * passed)) / 2
+        return warmed * min(1.0, (self.steps - step) / max(1, self.steps - self.decay_start))
 
     def row_length(self, step: int) -> int:
         """Return the tokens in a row of the batch at `step`."""
@@ -98,9 +103,10 @@ class Recipe:
         """Return the recipe with the number of steps of its epochs, each of so many batches."""
         return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * batches))) if self.epochs else self
 
-    def with_options(self, steps: int | None, seed: int | None) -> Self:
+    def with_options(self, steps: int | None, seed: int | None, epochs: int | None = None) -> Self:
         """Return the recipe with the command line's options. A number of steps replaces epochs."""
-        recipe = self if steps is None else dataclasses.replace(self, steps=steps, epochs=0)
+        recipe = self if epochs is None else dataclasses.replace(self, epochs=epochs)
+        recipe = recipe if steps is None else dataclasses.replace(recipe, steps=steps, epochs=0)
         return recipe if seed is None else dataclasses.replace(recipe, seed=seed)
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from redraft.train.config import Recipe
 
 Init = Literal["random", "layer", "layers", "mtp", "features"]
 """How a fresh drafter's weights begin."""
+Answers = Literal["all", "greedy", "sampled"]
 MIXTURE = ("text", "greedy", "sampled")
 
 
@@ -87,6 +88,7 @@ class DrafterRecipe(Recipe):
     evaluate_every:  steps between measurements of acceptance.
     texts:           texts of a batch, if they are whole texts of `redraft train text`; batch_tokens and seq_len are for
                      documents.
+    answers:         which of these texts to learn from: all, or those that were written greedily, or by sampling.
     """
 
     method: str = ""
@@ -94,6 +96,7 @@ class DrafterRecipe(Recipe):
     self_text: SelfText = field(default_factory=SelfText)
     evaluate_every: PositiveInt = 50
     texts: PositiveInt = 16
+    answers: Answers = "all"
 
     def stream_weights(self) -> dict[str, float]:
         """Return weights of the streams that batches are drawn from: `kind`, `kind.greedy` and `kind.sampled`."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from redraft.errors import TrainingError
 from redraft.export.drafters.checkpoint import Storage, save_drafter
@@ -19,12 +18,13 @@ from redraft.train.acceptance import WIDTH
 from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import measures_of, read_progress
-from redraft.train.drafter_run import COUNTS, PROGRESS, RUN, RunFacts, draft_vocabulary
+from redraft.train.drafter_run import COUNTS, PROGRESS, draft_vocabulary
 from redraft.train.objectives import find_method
 from redraft.train.run import data_facts
+from redraft.train.run_facts import RUN, RunFacts
+from redraft.train.trained_drafter import run_facts, trained_drafter
 
 _TEMPLATE = Path(__file__).parent / "drafter_card_template.md"
-_PREFIX = "drafter."
 _OPTIMIZERS = {
     "adam": "Adam",
     "adamw": "AdamW",
@@ -53,6 +53,7 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
         "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in facts_of_run["kinds"].items()},
         "coverage": facts_of_run["coverage"],
         "measured": {key: measured[key] for key in ("step", "acceptance")},
+        **({"start": facts.start} if facts.start else {}),
     }
     counts = _counts(run)
     vocabulary = draft_vocabulary(config, counts)
@@ -63,24 +64,6 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
     card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()), storage)
     (out / "README.md").write_text(card, encoding="utf-8")
     return training
-
-
-def run_facts(run: Path) -> RunFacts:
-    """Return the facts of a run. Raises TrainingError if the folder has none."""
-    facts = RunFacts.read(run)
-    if facts is None:
-        raise TrainingError(
-            f"{run} is not a drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote"
-        )
-    return facts
-
-
-def trained_drafter(run: Path, facts: RunFacts, state: Mapping[str, Any]) -> nn.Module:
-    """Return the drafter of a run's checkpoint."""
-    method = find_method(facts.method)
-    module = method.module(from_plain(method.config, facts.config, str(run / RUN)))
-    module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
-    return module
 
 
 def _last_measurement(run: Path, method: str, step: int, fields: Sequence[str]) -> dict[str, Any]:
@@ -122,6 +105,7 @@ def _card(
         storage=_STORAGES[storage],
         parameters=parameters / 1e6,
         weights_digest=" ".join(digest[:12] for digest in facts.verifier.weights),
+        start=f" It began with the drafter whose weights have the digest {facts.start[:12]}…." if facts.start else "",
         step=training["step"],
         batches=_written_batches(recipe, training) if written else _document_batches(recipe, training),
         rates=rates,

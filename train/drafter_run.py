@@ -11,23 +11,20 @@ checkpoint.pt        the loop's checkpoint
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from redraft.errors import TrainingError, UsageError
-from redraft.export.drafters.checkpoint import Identity
+from redraft.errors import UsageError
 from redraft.export.drafters.layer import DrafterConfig
-from redraft.records import from_plain, to_plain
+from redraft.records import to_plain
 from redraft.train.batches import Batch, Plan
 from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
@@ -39,69 +36,14 @@ from redraft.train.method import DrafterObjective, Method, Start
 from redraft.train.objectives import find_method
 from redraft.train.progress import ProgressReport
 from redraft.train.run import DATA, refuse_run
+from redraft.train.run_facts import RunFacts
 from redraft.train.states import States
+from redraft.train.trained_drafter import TrainedDrafter
 from redraft.train.verifier_model import autocast_of, check_device, open_verifier
 
-RUN = "run.json"
 TEXTS = "texts"
 COUNTS = "token_counts.npy"
 PROGRESS = "progress.jsonl"
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """The verifier, data and settings that a run belongs to.
-
-    config: the drafter's configuration.   data: digest of the documents.   texts: settings of the written texts.
-    """
-
-    method: str
-    config: dict[str, Any]
-    verifier: Identity
-    data: str
-    texts: dict[str, Any]
-
-    @classmethod
-    def read(cls, run: Path) -> RunFacts | None:
-        """Return the facts in a run folder, or None if it has none."""
-        try:
-            return from_plain(cls, json.loads((run / RUN).read_text(encoding="utf-8")), RUN)
-        except FileNotFoundError:
-            return None
-        except (ValueError, UsageError) as error:
-            raise TrainingError(f"{run / RUN} is damaged ({error})", "give another --out") from None
-
-    def write(self, run: Path) -> None:
-        """Write the facts as a whole file or not at all."""
-        unfinished = run / f"{RUN}.tmp"
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(run / RUN)
-
-    def digest(self) -> str:
-        """Names verifier and data in the run's checkpoints."""
-        return hashlib.sha256(json.dumps([asdict(self.verifier), self.data]).encode()).hexdigest()
-
-    def check_same(self, run: Path) -> None:
-        """Raise TrainingError if the run folder has another verifier or texts of another recipe."""
-        before = RunFacts.read(run)
-        if before is None:
-            raise TrainingError(f"{run} has no drafter's run to resume", "start without --resume")
-        if before.verifier != self.verifier:
-            raise TrainingError(
-                f"the run in {run} has another verifier: expected {_short(before.verifier)}, found "
-                f"{_short(self.verifier)}",
-                "give the same --verifier as before",
-            )
-        if before.data != self.data:
-            raise TrainingError(
-                f"the run in {run} was trained on other data", "give the same --data or --texts as before"
-            )
-        for name, value in self.texts.items():
-            if before.texts.get(name) != value:
-                raise TrainingError(
-                    f"the run in {run} has another recipe: {name} was {before.texts.get(name)!r}, it is {value!r}",
-                    "resume with the recipe that started it",
-                )
 
 
 def train_drafter(
@@ -113,6 +55,7 @@ def train_drafter(
     *,
     texts: Path | None = None,
     kept: Path | None = None,
+    start: Path | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     compile_graph: bool = False,
@@ -125,6 +68,7 @@ def train_drafter(
     sources: documents by kind.   texts: a folder of `redraft train text`, instead of documents.
     kept:    a folder for the texts that the verifier writes and its states of the documents, which runs with equal
              `self_text` may share; by default texts are in the run's own, and states are computed at every step.
+    start:   a run's or a published drafter to begin with, instead of the recipe's `init`.
     dtype:   of the verifier and of products; see `open_verifier`.
     Texts are written first. A run that was interrupted at its start uses its texts again. Raises UsageError, DataError,
     CheckpointError, UnsupportedModelError or TrainingError, each naming the problem.
@@ -135,15 +79,19 @@ def train_drafter(
     method = find_method(method_name)
     report = report or ProgressReport(Console(quiet=True))
     found = open_verifier(verifier, device, dtype)
-    start = _start(method, recipe)
     config = method.configure(recipe, found)
+    began = None if start is None else TrainedDrafter.open(start)
+    if began is not None:
+        began.check_begins(config, found)
+    fill = _start(method, recipe) if began is None else began.begin
     material: DrafterText
     if texts is not None:
         material = WrittenText(texts, recipe, method.hidden_states(config))
     else:
         material = DocumentText(kept or out / TEXTS, found, recipe, sources, report.writing)
     recipe = material.recipe
-    facts = RunFacts(method_name, to_plain(config), found.identity, material.digest, material.settings)
+    digest = "" if began is None else began.digest()
+    facts = RunFacts(method_name, to_plain(config), found.identity, material.digest, material.settings, digest)
     _begin(out, facts, resume, drops_texts=texts is None and kept is None)
     lookahead = method.lookahead(config, recipe)
     material.check(found, lookahead)
@@ -157,9 +105,9 @@ def train_drafter(
     recipe = recipe.for_epoch(material.batches)
     if kept is not None and texts is None:
         plan = _with_states(plan, kept, recipe.seed, facts, objective, method.hidden_states(config))
-    if start and not resume:
+    if fill and not resume:
         batches = (plan.batch(step, recipe) for step in range(recipe.steps))
-        start(objective.drafter, found, batches)
+        fill(objective.drafter, found, batches)
     objective.to(device)
     held_out = material.held_out(objective.lookahead)
     log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(method))
@@ -219,7 +167,3 @@ def _note_data(out: Path, material: DrafterText, counts: NDArray[np.int64]) -> N
     facts = {"kinds": material.facts(), "coverage": coverage(counts)}
     (out / DATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     np.save(out / COUNTS, counts)
-
-
-def _short(identity: Identity) -> str:
-    return f"weights {' '.join(d[:12] for d in identity.weights)} tokenizer {identity.tokenizer[:12]}"

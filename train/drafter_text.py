@@ -126,7 +126,7 @@ class WrittenText:
     def __init__(self, folder: Path, recipe: DrafterRecipe, hidden_states: Sequence[str]) -> None:
         """Open the texts, and these hidden states if they were kept. Raises DataError if there are no texts."""
         self.recipe, self._folder = recipe, folder
-        self._texts = TextSet(folder, recipe.held_out_every, hidden_states)
+        self._texts = TextSet(folder, recipe.held_out_every, hidden_states, recipe.answers)
         self.digest = self._texts.digest
         self.settings = {"seed": recipe.seed, "held_out_every": recipe.held_out_every, "texts": recipe.texts}
 

@@ -22,6 +22,7 @@ from redraft.errors import DataError
 from redraft.train.batches import Batch
 from redraft.train.config import Recipe
 from redraft.train.data import is_held_out
+from redraft.train.drafter_config import Answers
 from redraft.train.states import States
 from redraft.train.text_shards import HIDDEN, TOP, Arrays, Shard, Shards
 
@@ -44,8 +45,13 @@ class _Text:
 class TextSet:
     """The texts of a folder that `redraft train text` wrote."""
 
-    def __init__(self, folder: Path, held_out_every: int, hidden_states: Sequence[str]) -> None:
-        """hidden_states: those to load with a text. Raises DataError if there are no texts."""
+    def __init__(
+        self, folder: Path, held_out_every: int, hidden_states: Sequence[str], answers: Answers = "all"
+    ) -> None:
+        """hidden_states: those to load with a text.   answers: which texts to train on.
+
+        Raises DataError if there are no texts.
+        """
         self._hidden_states = tuple(hidden_states)
         self.training: list[_Text] = []
         self.held_out: list[_Text] = []
@@ -57,10 +63,17 @@ class TextSet:
             for text in _texts(shard):
                 prompt = tokens[text.first : text.first + text.prompt].tobytes()
                 held_out = is_held_out(text.kind, hashlib.sha256(prompt).hexdigest(), held_out_every)
-                if text.length - text.prompt >= 2:
-                    (self.held_out if held_out else self.training).append(text)
+                if text.length - text.prompt < 2:
+                    continue
+                if held_out:
+                    self.held_out.append(text)
+                elif answers in ("all", "sampled" if text.temperature else "greedy"):
+                    self.training.append(text)
         if not self.training or not self.held_out:
-            raise DataError(f"{folder} has no texts to train on and hold out", "write some with `redraft train text`")
+            some = "" if answers == "all" else f"{answers} "
+            raise DataError(
+                f"{folder} has no {some}texts to train on, or none to hold out", "write some with `redraft train text`"
+            )
         self.digest = sha.hexdigest()
         """SHA-256 of all tokens."""
 

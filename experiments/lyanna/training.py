@@ -26,13 +26,14 @@ from redraft.train.batches import Batch, BatchPlan
 from redraft.train.checkpoint import NAME
 from redraft.train.data import parse_sources
 from redraft.train.drafter_log import DrafterLog, read_progress
-from redraft.train.drafter_run import PROGRESS, TEXTS, RunFacts, draft_vocabulary
+from redraft.train.drafter_run import PROGRESS, TEXTS, draft_vocabulary
 from redraft.train.loop import StepReport, train
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.objectives.lyanna_method import METHOD as TRAINING
 from redraft.train.objectives.lyanna_method import LyannaRecipe, configure, objective
 from redraft.train.progress import ProgressReport
 from redraft.train.run import data_digest, load_corpora
+from redraft.train.run_facts import RunFacts
 from redraft.train.text_store import Array, TextStore, token_counts
 from redraft.train.verifier_model import VerifierModel, open_verifier
 

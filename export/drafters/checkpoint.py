@@ -1,6 +1,7 @@
 """A trained drafter on disk: `config.json` and `model.safetensors`, and the verifier that it was trained for.
 
-config.json        method, config (the method's own), verifier (digests), training (how it was trained; not read here)
+config.json        method, config (the method's own), verifier (digests), training (how it was trained; not read here),
+                   weights (SHA-256 of model.safetensors)
 model.safetensors  the module's parameters in bf16, or its matrices in 8 bits (`block_storage`);
                    `token_counts` int32 or int64 [V], each token's count in training; with a draft vocabulary of H
                    tokens (`draft_vocab_size` in config) `draft_vocabulary` int64 [H], their ids
@@ -90,16 +91,21 @@ class _ConfigFile:
     config: Mapping[str, Any]
     verifier: Identity
     training: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = ""
 
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter's folder and its configuration. `open` reads no weights."""
+    """A drafter's folder and its configuration. `open` reads no weights.
+
+    weights: SHA-256 of the weights' file; empty if the folder does not say.
+    """
 
     path: Path
     method: str
     config: Mapping[str, Any]
     verifier: Identity
+    weights: str = ""
 
     @classmethod
     def open(cls, path: Path) -> DrafterCheckpoint:
@@ -107,7 +113,7 @@ class DrafterCheckpoint:
         file = path / CONFIG_FILE
         try:
             values = from_plain(_ConfigFile, json.loads(file.read_text(encoding="utf-8")), file.name)
-            return cls(path, values.method, values.config, values.verifier)
+            return cls(path, values.method, values.config, values.verifier, values.weights)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is not a drafter: {file.name} cannot be read ({error.strerror})",
@@ -156,8 +162,8 @@ class DrafterCheckpoint:
     def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, TokenData]:
         """Return a source of parameters of these shapes, with names that begin with `stem`, and data about tokens.
 
-        Reads all weights once, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a
-        shape, number or draft vocabulary that does not fit.
+        Reads all weights, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a shape,
+        number or draft vocabulary that does not fit, or if the file is not the one that config.json names.
         """
         file = self.path / WEIGHTS_FILE
         try:
@@ -187,6 +193,8 @@ class DrafterCheckpoint:
         if drafted and not problems:
             tokens = torch.from_numpy(np.array(checkpoint.memmap(f"{stem}{DRAFT_VOCABULARY}")))
             problems = list(_vocabulary_problems(tokens, drafted, vocabulary))
+        if self.weights and not problems and (digest := _digest(file)) != self.weights:
+            problems = [f"these are another drafter's weights: expected {self.weights[:12]}, found {digest[:12]}"]
         if problems:
             raise CheckpointError(f"{file}: {'; '.join(problems)}", "give the drafter that its config.json describes")
         counts = torch.from_numpy(np.array(checkpoint.memmap(f"{stem}{TOKEN_COUNTS}")))
@@ -256,7 +264,7 @@ def save_drafter(
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
     (path / WEIGHTS_FILE).chmod(0o644)  # safetensors makes the file readable for its owner only
-    values = _ConfigFile(method, asdict(config), verifier, training)
+    values = _ConfigFile(method, asdict(config), verifier, training, _digest(path / WEIGHTS_FILE))
     (path / CONFIG_FILE).write_text(json.dumps(asdict(values), indent=2) + "\n", encoding="utf-8")
 
 

@@ -27,6 +27,7 @@ METHODS = (
     "lyanna",
     "mtp",
     "draft_model",
+    "steered",
     "eagle",
     "eagle2",
     "eagle3",

@@ -19,6 +19,18 @@ DRAFT_PROFILES = {PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (nam
 """TensorRT profiles of a draft graph: many rows after a prompt, few in a step."""
 
 
+class FeatureShape(Protocol):
+    """The sizes of rows of features."""
+
+    @property
+    def hidden(self) -> int:
+        """Columns of a feature row."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """Element type of features and KV."""
+
+
 class DraftShape(Protocol):
     """The sizes of a draft's logits."""
 
@@ -35,12 +47,8 @@ class DraftShape(Protocol):
         """N, tokens of a draft's longest path."""
 
 
-class ChainShape(DraftShape, Protocol):
+class ChainShape(DraftShape, FeatureShape, Protocol):
     """The sizes that signatures of chains need."""
-
-    @property
-    def hidden(self) -> int:
-        """Columns of a feature row."""
 
     @property
     def kv_heads(self) -> int:
@@ -49,10 +57,6 @@ class ChainShape(DraftShape, Protocol):
     @property
     def head_dim(self) -> int:
         """Numbers of a head."""
-
-    @property
-    def dtype(self) -> Dtype:
-        """Element type of features and KV."""
 
 
 def chain_inputs(shape: ChainShape, states: int = 1) -> tuple[TensorSpec, ...]:
@@ -140,13 +144,14 @@ def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
 
 def chain_state(shape: ChainShape, states: int = 1) -> tuple[TensorSpec, ...]:
     """Return the tensors of a slot: KV, logits of the last draft's steps, and pending rows of so many hidden states."""
-    return (
-        *_caches(shape),
-        chain_logits(shape),
-        *(
-            TensorSpec(names.of_state(names.PENDING_FEATURES, place), shape.dtype, ("B", "W", shape.hidden))
-            for place in range(states)
-        ),
+    return (*_caches(shape), chain_logits(shape), *pending_features(shape, states))
+
+
+def pending_features(shape: FeatureShape, states: int) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a slot for pending rows of so many hidden states."""
+    return tuple(
+        TensorSpec(names.of_state(names.PENDING_FEATURES, place), shape.dtype, ("B", "W", shape.hidden))
+        for place in range(states)
     )
 
 
@@ -157,6 +162,11 @@ def tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
         TensorSpec(names.TREE_PARENTS, "int64", ("B", nodes)),
         TensorSpec(names.TREE_LOG_PROBS, "float32", ("B", nodes)),
     )
+
+
+def whole_tree(steps: int, width: int) -> int:
+    """Return the nodes of a whole tree, root included: `width` candidates of the root, and of `width` nodes a level."""
+    return 1 + width + (steps - 1) * width * width
 
 
 def _cache_dims(shape: ChainShape) -> tuple[Dim, ...]:

@@ -33,6 +33,7 @@ from redraft.methods.chains import (
     draft_vocabulary_tables,
     sampling_integers,
     tree_outputs,
+    whole_tree,
 )
 from redraft.names import DRAFT, Dtype, TensorSpec
 from redraft.records import PositiveInt
@@ -97,11 +98,6 @@ class FeatureTreeShape:
     hidden_states: tuple[str, ...] = (names.LAST_HIDDEN_STATE,)
     draft_logit_scale: float = 1.0
     dtype: Dtype = "float32"
-
-
-def whole_tree(steps: int, width: int) -> int:
-    """Return the nodes of a whole tree, root included: `width` candidates of the root, and of `width` nodes a level."""
-    return 1 + width + (steps - 1) * width * width
 
 
 def draft_inputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:

@@ -90,6 +90,11 @@ class EngineDrafter(TreeMaker):
         check_tree(verifier.largest_tree, built.shape.nodes)
         return cls(verifier, built.shape, bundle.tables(drafter), cls.method.parse_options(options), drafter)  # type: ignore[call-arg]
 
+    @property
+    def _most_calls(self) -> int:
+        """Calls of one kind in memory."""
+        return MOST_CALLS * -(-self.verifier.max_num_seqs // 4)
+
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Copy the drafter's rows of `seq` to another slot."""
         self._copy_slot(source, target, seq.drafting[self].cache_len)

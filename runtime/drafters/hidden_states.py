@@ -13,15 +13,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from typing import Any
 
-import numpy as np
-
 from redraft import names
-from redraft.engines.device import Array, Buffer, Device, Program, slots_of
+from redraft.engines.device import Array, Buffer, Device, slots_of
 from redraft.names import DRAFT, RESAMPLE
-from redraft.runtime.bound_step import gathered
 from redraft.runtime.drafters.engine import CATCH_UP
-from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall, most_calls, space_before
-from redraft.runtime.recent import Recent
+from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall
+from redraft.runtime.drafters.pending import PendingFeatures
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
 from redraft.types import Outcome, Tree
@@ -30,7 +27,7 @@ _CATCH_UP_CALL = "catch_up"
 """A call of the draft graph that computes pending rows and drafts nothing."""
 
 
-class HiddenStateDrafter(OneCallDrafter):
+class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
     """The shared part of such drafters. A subclass sets `method`; its shape has `steps` and `nodes` of a draft."""
 
     def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
@@ -38,25 +35,12 @@ class HiddenStateDrafter(OneCallDrafter):
         several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
         chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in self.method.roles(shape) else ()
         self._lost_chain: Buffer | None = None
-        self._shifts: Recent[int, _Shift] = Recent(most_calls(verifier), verifier.device.wait)
         super().__init__(verifier, shape, tables, options, name, chains)
         self._chains = [
             _Backup(self._device, slots_of(self._state[chain], range(slot, slot + 1)))
             for chain in chains
             for slot in several
         ]
-
-    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
-        """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
-        space = space_before(rows)
-        found, reads = [], False
-        for slot, seq in zip(slots, batch, strict=True):
-            state = self._state_of(seq)
-            while state and state.pending > space:
-                self._catch_up(seq, slot)
-            found.append(state.pending if state else 0)
-            reads = reads or state is not None
-        return found if reads else None
 
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
         """Compute all pending rows but the last few. The token of the last row is not known yet."""
@@ -111,13 +95,10 @@ class HiddenStateDrafter(OneCallDrafter):
         self._fill(call, [seq], [CATCH_UP])
         self._run(DRAFT, call.work)
         drafting.used = self.shape.steps
-        pending = tuple(self.pending_features(range(slot, slot + 1)).values())
-        shift = self._shifts.get(slot) or self._shifts.add(slot, _Shift(self._device, self._gather, pending))
-        shift()
+        self._drop(slot)
 
-    @property
-    def _gather(self) -> Program:
-        return self._step_programs[names.STEP_GATHER_FEATURES]
+    def _make_space(self, seq: Sequence, slot: int) -> None:
+        self._catch_up(seq, slot)
 
     def _fill(self, call: TreeCall, batch: Several[Sequence], rows: Several[int]) -> None:
         """Set the next run's inputs: the first rows[i] pending rows of sequence i. No rows mean no draft."""
@@ -153,19 +134,6 @@ class HiddenStateDrafter(OneCallDrafter):
             for slot, (seq, count) in enumerate(zip(batch, rows, strict=True))
             if not count and (state := self._state_of(seq)) and state.used < self.shape.steps
         ]
-
-
-class _Shift:
-    """Moves the pending rows of a slot to the front after a call has computed CATCH_UP rows."""
-
-    def __init__(self, device: Device, gather: Program, pending: Several[Buffer]) -> None:
-        space = pending[0].shape[1] - CATCH_UP
-        path, start = device.empty("int64", 1, space), device.empty("int64", 1)
-        path.write(np.arange(CATCH_UP, CATCH_UP + space)[None])
-        self._run = device.chain([gathered(gather, rows, path, rows, start) for rows in pending])
-
-    def __call__(self) -> None:
-        self._run()
 
 
 class _Backup:

@@ -19,11 +19,10 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
 from redraft.engines.host_buffer import array_of
-from redraft.errors import UsageError
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore
-from redraft.runtime.drafters.engine import CATCH_UP, MOST_CALLS, EngineDrafter
+from redraft.runtime.drafters.pending import FeatureBuffers
 from redraft.runtime.drafters.proposals import AddedLogits, ChainProposal
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
@@ -45,7 +44,7 @@ class Drafting:
     pending: int = 0
 
 
-class OneCallDrafter(EngineDrafter):
+class OneCallDrafter(FeatureBuffers):
     """The shared part of such drafters. A subclass sets `method`; its shape has `steps` and `nodes` of a draft."""
 
     def __init__(
@@ -58,30 +57,18 @@ class OneCallDrafter(EngineDrafter):
         copied: tensors of the state that it also has a copy of.
         """
         device = verifier.device
-        self._hidden_states = self.method.states_of(shape)
         self._store = verifier.steps.store if device.step_graphs else None
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         super().__init__(verifier, shape, tables, options, name, self.method.spare_rows, step_graphs, copied)
-        self._calls: Recent[tuple[str, int, int], TreeCall] = Recent(most_calls(verifier), device.wait)
+        self._calls: Recent[tuple[str, int, int], TreeCall] = Recent(self._most_calls, device.wait)
         self._nodes = [shape.nodes] * verifier.max_num_seqs
         verifier.attach(self)
         if device.asynchronous:
             self._warm()
 
-    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
-        """Return the buffers [B, W, n] of these slots, by hidden state."""
-        return {
-            state: slots_of(self._state[names.of_state(names.PENDING_FEATURES, place)], slots)
-            for place, state in enumerate(self._hidden_states)
-        }
-
     @abstractmethod
     def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
         """See `redraft.runtime.verifier.FeatureReader.pending`."""
-
-    def _state_of(self, seq: Sequence) -> Drafting | None:
-        """Return the state of `seq`; None if another method drafts for it."""
-        return seq.drafting.get(self)
 
     def begin(self, seq: Sequence) -> None:
         """Create the state of `seq`."""
@@ -307,22 +294,3 @@ class TreeCall:
         buffers = self._tokens, self._parents, self._log_probs
         tokens, parents, log_probs = (array_of(buffer)[slot, :nodes].copy() for buffer in buffers)
         return DraftTree(tokens, parents, log_probs, Draws.of(proposal, nodes))
-
-
-def most_calls(verifier: Verifier) -> int:
-    """Return the calls of one kind that a drafter keeps."""
-    return MOST_CALLS * -(-verifier.max_num_seqs // 4)
-
-
-def space_before(rows: int) -> int:
-    """Return the pending rows that a buffer can have before `rows` more.
-
-    Raises UsageError if these are too many for a call that catches up.
-    """
-    space = names.MAX_PENDING_FEATURES - rows
-    if space < CATCH_UP:
-        raise UsageError(
-            f"a tree of {rows} nodes is too large, at most {rows + space - CATCH_UP} can be",
-            "lower the budget's nodes",
-        )
-    return space

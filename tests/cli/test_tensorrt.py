@@ -120,6 +120,26 @@ def test_the_graph_of_a_draft_model_is_taken(
 
 
 @pytest.mark.slow
+def test_the_graphs_of_a_steered_drafter_are_taken(
+    build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tiny"
+    options = ("-o", out, "--precision", "fp16", "--attention", "plugin", "--drafter", "sd2=random,method=steered")
+    assert build("10.15.1", *options) == 0, capsys.readouterr().err
+    bundle = open_bundle(out)
+    record = bundle.manifest.tensorrt
+    assert record is not None
+    for graph in ("sd2.steer", "sd2.draft"):
+        assert [profile.name for profile in record.engines[graph].profiles] == ["prefill", "tree", "token"]
+        onnx.checker.check_model(out / bundle.manifest.all_graphs[graph].file, full_check=True)
+    assert "step.gather_features" in record.engines
+    capsys.readouterr()
+    assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["inputs"]
+    assert str(tmp_path / "inputs" / "sd2.steer.token.positions.bin") in written
+
+
+@pytest.mark.slow
 def test_the_standard_output_has_one_json_object_alone(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

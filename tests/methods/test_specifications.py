@@ -10,7 +10,7 @@ import pytest
 from redraft import names
 from redraft.errors import UsageError
 from redraft.methods import METHODS, Method, built_methods, find_method
-from redraft.methods.draft_model import DraftModelShape
+from redraft.methods.decoder import DecoderShape
 from redraft.methods.feature_tree import FeatureTreeShape
 from redraft.methods.lyanna import LyannaShape
 from redraft.methods.medusa import MedusaShape
@@ -25,7 +25,7 @@ SHAPES = {
     ],
     "mtp": [MtpShape(32, 61, 2, 16, steps, drafted) for steps in (1, 4) for drafted in (20, 61)],
     "draft_model": [
-        DraftModelShape(3, 32, 61, 2, 16, 24, width, nodes, drafted)
+        DecoderShape(3, 32, 61, 2, 16, 24, width, nodes, drafted)
         for width, nodes in ((1, 25), (4, 33))
         for drafted in (20, 61)
     ],
@@ -33,6 +33,11 @@ SHAPES = {
         MedusaShape(32, 61, tree, drafted)
         for tree in (((0,),), ((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
         for drafted in (20, 61)
+    ],
+    "steered": [
+        DecoderShape(3, 32, 61, 2, 16, 8, 1, 9, drafted, hidden_states=states, steering=144)
+        for drafted in (20, 61)
+        for states in (("2", "1", "0"), ("1", "0"))
     ],
     **{
         name: [

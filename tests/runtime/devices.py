@@ -40,7 +40,7 @@ def write_engines(
     bundle: Bundle, out: Path, profiles: Mapping[str, list[Profile]], host: tuple[str, ...]
 ) -> dict[str, Path]:
     """Write an engine for every graph of a step in the bundle. host: inputs that the verifier reads on the host."""
-    roles = (names.DRAFT, names.RESAMPLE)
+    roles = (names.DRAFT, names.STEER, names.RESAMPLE)
     drafts = [names.drafter_graph(drafter, role) for drafter in bundle.manifest.drafters for role in roles]
     return {
         graph: write_engine(

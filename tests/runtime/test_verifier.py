@@ -14,7 +14,7 @@ from redraft.engines import open_bundle
 from redraft.engines.device import slots_of
 from redraft.runtime import Runtime, SpeculationParams, api, graph_steps, speculators
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.drafters import hidden_states, one_call
+from redraft.runtime.drafters import engine
 from redraft.runtime.graph_steps import GraphSteps
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import chain, root_only
@@ -111,7 +111,7 @@ def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
             return int(seq.drafting[drafter].cache_len)
 
         kept = prefilled(0)
-        assert kept == hidden_states.CATCH_UP < len(TEXT)
+        assert kept == engine.CATCH_UP < len(TEXT)
         before = keys.read()
         assert prefilled(2) == kept
         after = keys.read()
@@ -134,7 +134,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
     """A dropped step is first waited for, and made again when its slot is used again."""
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
     monkeypatch.setattr(graph_steps, "MOST_PREFILLS", 2)
-    monkeypatch.setattr(one_call, "MOST_CALLS", 2)
+    monkeypatch.setattr(engine, "MOST_CALLS", 2)
     bundle = open_bundle(lyanna_bundle, verify=False)
     opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path, cuda=FakeCuda()).device
     with open_over(opened, lyanna_bundle, 3) as runtime:

@@ -141,6 +141,12 @@ def test_another_comparison_in_the_folder_is_refused(config, tmp_path, verifier_
     moved = shutil.copytree(verifier_folder, tmp_path / "moved")
     with pytest.raises(KeyboardInterrupt):  # the same under other names
         train_all(recipe, moved, {"prose": str(text)}, out)
+    facts = json.loads((out / FACTS).read_text())
+    for noted in facts["recipes"].values():
+        del noted["decay"]
+    (out / FACTS).write_text(json.dumps(facts))
+    with pytest.raises(KeyboardInterrupt):  # noted before recipes had this field, whose default is as they were
+        train_all(recipe, verifier_folder, prose, out)
 
     schedule = tmp_path / "schedule.toml"
     schedule.write_text(SCHEDULE.replace("lr = 0.003", "lr = 0.004"))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from redraft.cli.train import app
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
-from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
+from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.train.acceptance import DRAFT_LOGIT_SCALES
 from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import SelfText
@@ -23,8 +23,9 @@ from redraft.train.drafter_log import read_progress
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import PROGRESS, train_drafter
 from redraft.train.model_publish import publish_model
-from redraft.train.objectives.draft_model import DEPTHS
-from redraft.train.objectives.draft_model_method import StudentRecipe, StudentTable
+from redraft.train.objectives.decoder_drafter import DEPTHS
+from redraft.train.objectives.decoder_method import StudentTable
+from redraft.train.objectives.draft_model_method import StudentRecipe
 from redraft.train.verifier_model import open_verifier
 from tests.train.test_drafter_run import KillAfter, Killed
 

@@ -128,6 +128,18 @@ def test_held_out_batches_are_greedy_and_by_kind(folder):
     assert all(tuple(row) in greedy for batches in held_out.values() for batch in batches for row in _texts(batch))
 
 
+def test_a_run_may_learn_from_sampled_answers_alone(folder):
+    """What is held out stays the same."""
+    whole = TextSet(folder, 4, ("last",))
+    some = {answers: TextSet(folder, 4, ("last",), answers) for answers in ("greedy", "sampled")}
+    assert sum(len(texts.training) for texts in some.values()) == len(whole.training)
+    assert {text.temperature for text in some["greedy"].training} == {0.0}
+    assert {text.temperature for text in some["sampled"].training} == {1.0}
+    for texts in some.values():
+        assert [(text.first, text.length) for text in texts.held_out] == [(t.first, t.length) for t in whole.held_out]
+    assert all(texts.digest == whole.digest for texts in some.values())
+
+
 def test_packed_texts_are_the_same_texts_without_states(folder, tmp_path):
     pack(folder, tmp_path / "packed")
     whole, packed = (TextSet(path, 6, ("last",)) for path in (folder, tmp_path / "packed"))

@@ -164,6 +164,20 @@ def test_another_tokenizer_or_other_weights_are_refused(folder, verifier, tmp_pa
         checkpoint.check_verifier(CONFIG, 48, 97, replace(identity, weights=(*identity.weights, "more")))
 
 
+def test_weights_of_another_drafter_of_the_same_form_are_refused(verifier, folder, tmp_path):
+    """A folder that does not name its weights is read as before."""
+    module = LyannaDrafter(CONFIG)
+    torch.nn.init.ones_(module.layer.q_proj.weight)
+    save_drafter(tmp_path / "other", "lyanna", CONFIG, Identity.of(verifier), module, torch.arange(97), {})
+    shutil.copy(tmp_path / "other" / "model.safetensors", folder)
+    with pytest.raises(CheckpointError, match=r"these are another drafter's weights: expected \w{12}, found \w{12}"):
+        load(folder)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del values["weights"]
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    assert load(folder)[0].layer.q_proj.weight.min() == 1
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"model_type": "llama"}'])
 def test_folder_that_is_no_drafter_is_refused(folder, content):
     if content is None:

@@ -21,12 +21,13 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
-from redraft.export.drafters.draft_model import DraftModel, configuration_of
-from redraft.export.drafters.draft_model_graphs import export_checkpoint, export_random, export_trained
+from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
+from redraft.export.drafters.draft_model_graphs import EXPORTER
 from redraft.export.support import load_config
 from redraft.export.verifier import VerifierExport
 from redraft.methods.chains import DRAWN_LOG_PROB
-from redraft.methods.draft_model import DraftModelBuild, DraftModelShape, draft_inputs, draft_outputs
+from redraft.methods.decoder import DecoderShape, draft_inputs, draft_outputs
+from redraft.methods.draft_model import DraftModelBuild
 from redraft.signatures import VerifierShape
 from tests.engines.sessions import session_of
 from tests.export.models import write_checkpoint
@@ -36,6 +37,8 @@ from .tiny import VOCABULARY, Verifier, counts
 
 ROWS, TOKENS, TEXT_LIMIT = 64, 97, 96
 TEXTS = ([5, 9, 3, 77, 12, 8, 41, 6, 20, 11], [1, 2, 60, 61, 7, 33])
+export_checkpoint = EXPORTER.checkpoint
+assert export_checkpoint is not None
 OF_97 = VerifierExport(VerifierShape(1, 1, 1, 1, TOKENS, TEXT_LIMIT), (), "", (), "", "", None)  # type: ignore[arg-type]
 """A verifier of which a plain checkpoint shares nothing."""
 
@@ -43,7 +46,7 @@ OF_97 = VerifierExport(VerifierShape(1, 1, 1, 1, TOKENS, TEXT_LIMIT), (), "", ()
 class Drafting:
     """A graph in one of its forms, over two slots."""
 
-    def __init__(self, folder: Path, record: GraphRecord, shape: DraftModelShape, slots: int) -> None:
+    def __init__(self, folder: Path, record: GraphRecord, shape: DecoderShape, slots: int) -> None:
         self.calls = Calls(OnnxRuntimeProgram(session_of(folder / record.file), record))
         self.slots = slots
         for layer in range(shape.layers):
@@ -75,7 +78,7 @@ class Drafting:
         return {name: values.copy() for name, values in call.outputs.items()}
 
 
-def record_of(name: str, shape: DraftModelShape) -> GraphRecord:
+def record_of(name: str, shape: DecoderShape) -> GraphRecord:
     return GraphRecord(graph_file(name, names.DRAFT), draft_inputs(shape), draft_outputs(shape))
 
 
@@ -175,7 +178,7 @@ def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(
     out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
     opened = DrafterCheckpoint.open(tmp_path / "student")
     opened.load(student)
-    built = export_trained("d", opened, little_verifier.export, identity, out, DraftModelBuild(precision="fp32"))
+    built = EXPORTER.trained("d", opened, little_verifier.export, identity, out, DraftModelBuild(precision="fp32"))
     own = {ref.initializer for ref in built.weights}
     assert own == {f"d.{name}" for name in student.state_dict()} | ({"d.head"} if drafted else set())
     stored = load_file(little_verifier.checkpoint.path / "model.safetensors")
@@ -196,7 +199,7 @@ def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(
 def test_a_random_draft_model_has_a_few_of_its_verifiers_layers(little_verifier: Verifier, tmp_path: Path) -> None:
     out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
     config = load_config(little_verifier.checkpoint)
-    built = export_random("d", config, little_verifier.export, out, DraftModelBuild(draft_vocabulary=20, steps=5))
+    built = EXPORTER.random("d", config, little_verifier.export, out, DraftModelBuild(draft_vocabulary=20, steps=5))
     assert (built.shape.layers, built.shape.draft_vocabulary, built.shape.nodes) == (2, 20, 6)
     assert built.precision == "int8"
 
@@ -218,7 +221,7 @@ def test_a_student_of_another_verifier(little_verifier: Verifier, tmp_path: Path
     save_drafter(tmp_path / "student", "draft_model", config, other, DraftModel(config), counts(), {})
     opened, mine = DrafterCheckpoint.open(tmp_path / "student"), Identity.of(little_verifier.checkpoint)
     with pytest.raises(CheckpointError, match="was trained for another verifier"):
-        export_trained("d", opened, little_verifier.export, mine, tmp_path, DraftModelBuild())
+        EXPORTER.trained("d", opened, little_verifier.export, mine, tmp_path, DraftModelBuild())
 
 
 @pytest.mark.parametrize(

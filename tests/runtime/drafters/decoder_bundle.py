@@ -11,7 +11,7 @@ from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
-from redraft.export.drafters.draft_model import DraftModel, configuration_of
+from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from redraft.export.support import load_config
 from tests.export.models import write_checkpoint
 from tests.little import WORDS, write_tokenizer

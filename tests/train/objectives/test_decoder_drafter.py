@@ -7,18 +7,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redraft.errors import UnsupportedModelError, UsageError
-from redraft.export.drafters.draft_model import DraftModel, configuration_of
+from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
-from redraft.train.objectives.draft_model import DEPTHS, DraftModelObjective, LossWeights
-from redraft.train.objectives.draft_model_method import (
-    StudentRecipe,
+from redraft.train.objectives.decoder_drafter import DEPTHS, DraftModelObjective, LossWeights
+from redraft.train.objectives.decoder_method import (
     StudentTable,
     configure,
     default_layers,
     start_from_layers,
     with_embedding_and_head,
 )
+from redraft.train.objectives.draft_model_method import StudentRecipe
 from redraft.train.states import TOP_LOGITS, run_verifier
 from redraft.train.verifier_model import VerifierModel, open_verifier
 from tests.export.models import config_of
@@ -37,7 +37,7 @@ PROMPT, END = 3, 8
 def model_of(kind, **changes):
     """A model whose layers all matter."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(kind, **KINDS[kind] | changes), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(kind, **KINDS.get(kind, {}) | changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.3 if parameter.dim() == 1 else 2.0 * parameter.shape[-1] ** -0.5
@@ -97,7 +97,7 @@ def test_loss_equals_a_loop_over_positions(size):
     verifier = model_of("llama")
     some = torch.randperm(97, generator=torch.Generator().manual_seed(2))[:size].sort().values
     columns = None if size == 97 else DraftColumns(some, 97)
-    weights = LossWeights(kl=0.7, greedy=0.4, features=0.2, prompt=0.25)
+    weights = LossWeights(kl=0.7, hard=0.3, greedy=0.4, features=0.2, prompt=0.25)
     objective, batch = student_of(verifier, (0, 2), weights, columns), texts()
     head = verifier.model.get_output_embeddings().weight
     inside = torch.zeros(97).index_fill_(0, some, 1.0)
@@ -115,7 +115,9 @@ def test_loss_equals_a_loop_over_positions(size):
                 shares[logits[row, place].argsort(descending=True)[TOP_LOGITS:]] = 0.0
                 error = (hidden[row, place] - features["last"][row, place]).square().mean()
                 ce = -(shares * log_probs).sum()
-                total += weight * (0.7 * ce - 0.4 * (log_probs * inside)[best] + 0.2 * error)
+                next_token = batch.tokens[row, place + 1]
+                own = 0.3 * (log_probs * inside)[next_token]
+                total += weight * (0.7 * ce - 0.4 * (log_probs * inside)[best] + 0.2 * error - own)
                 kept = logits[row, place].topk(TOP_LOGITS).indices
                 p = shares[kept] / shares[kept].sum()
                 kl += weight * (p * (p / log_probs[kept].exp()).log()).nansum()
@@ -126,6 +128,21 @@ def test_loss_equals_a_loop_over_positions(size):
     loss.backward()  # every parameter learns; none of the verifier's does
     assert all(parameter.grad.abs().max() > 0 for _, parameter in objective.named_parameters())
     assert all(parameter.grad is None for parameter in verifier.model.parameters())
+
+
+def test_cross_entropy_of_plain_text_needs_no_verifier(monkeypatch):
+    """A document's last position has no known next token."""
+    verifier = model_of("llama")
+    objective = student_of(verifier, (0, 2), LossWeights(kl=0.0, hard=1.0))
+    monkeypatch.setattr(objective, "states", None)
+    batch = Batch.whole(torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(1)), ("a", "a"), DEPTHS)
+    with torch.no_grad():
+        hidden = objective.drafter(verifier.model.get_input_embeddings()(batch.tokens))
+        logits = verifier.model.get_output_embeddings()(hidden)
+        expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch.tokens[:, 1:].flatten())
+    loss, metrics = objective.loss(batch)
+    assert loss.item() == pytest.approx(expected.item() * 8 / 9, rel=1e-5)
+    assert metrics == {"ce": pytest.approx(loss.item(), rel=1e-5)}
 
 
 def test_tokens_after_a_texts_end_change_nothing():
@@ -170,5 +187,5 @@ def test_a_recipe_that_the_verifier_cannot_fill_is_refused_in_one_line(verifier_
 
 def test_weights_without_a_loss_are_refused():
     for table in (dict(kl=0.0), dict(kl=-1.0), dict(prompt=-0.1)):
-        with pytest.raises(UsageError, match="one of the first three positive"):
+        with pytest.raises(UsageError, match="one of the first four positive"):
             StudentTable(**table)

@@ -1,4 +1,4 @@
-"""Calls of a draft model's graph: runs of a chain as one work, and the levels of trees."""
+"""Calls of a decoder's graph that drafts: runs of a chain as one work, and the levels of trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, HostOutputs, Program, sized, slots_of
-from redraft.runtime.drafters.draft_model_tree import GrowingTree
+from redraft.runtime.drafters.growing_tree import GrowingTree
 from redraft.runtime.drafters.slot_noise import SlotNoise
 from redraft.runtime.sequence import Sequence
 from redraft.types import FloatArray
@@ -18,13 +18,13 @@ from redraft.types import FloatArray
 class DraftCall:
     """Runs of the graph, one a level, as one work. The first computes `width` rows of each slot, the others one.
 
-    given: buffers of the slots' state, factors and tables.   logits: memory for those of each level, [B, R, H]: R rows
-    of a slot get candidates, one if there are several levels.
+    first, later: buffers of the slots' state, factors and tables, for the first run and for others.
+    logits: memory for those of each level, [B, R, H]: R rows of a slot get candidates, one if there are several levels.
     """
 
     def __init__(
-        self, device: Device, program: Program, sequences: int, width: int, given: Mapping[str, Buffer],
-        logits: Several[Buffer],
+        self, device: Device, program: Program, sequences: int, width: int, first: Mapping[str, Buffer],
+        later: Mapping[str, Buffer], logits: Several[Buffer],
     ) -> None:  # fmt: skip
         self.width = width
         ends = logits[0].shape[1]
@@ -43,6 +43,7 @@ class DraftCall:
         runs, fetches = [], []
         tokens = self._host_inputs.buffers[names.TOKEN_IDS]
         for level in range(len(logits)):
+            given = later if level else first
             known = {**given, names.TOKEN_IDS: tokens, names.LOGITS: self._logits[level]}
             for name in (names.POSITIONS, names.CACHE_LEN, names.KV_LEN, names.OUTPUT_ROWS, names.NOISE_KEYS):
                 known[name] = self._host_inputs.buffers[_at(name, level)]

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
-from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
+from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.drafters.draft_model import Chain, Drafting, DraftModelDrafter
-from redraft.runtime.drafters.draft_model_tree import GrowingTree
+from redraft.runtime.drafters.decoder import Chain, DecoderDrafter, Drafting
+from redraft.runtime.drafters.growing_tree import GrowingTree
 from redraft.runtime.drafters.proposals import RowsProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import depths_of, within
@@ -25,7 +25,7 @@ from redraft.types import Budget, Costs, Tree
 from tests.runtime.fakes import CURVE
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .draft_model_bundle import CONTEXT, write_bundle
+from .decoder_bundle import CONTEXT, write_bundle
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1, 2, 20, 6, 7, 13, 9, 9, 4, 11, 3]]
 LONG = [3 + number * number % 29 for number in range(90)]
@@ -76,7 +76,7 @@ def test_a_verifier_that_drafts_for_itself_accepts_every_token(
 class Watched:
     """The drafts of a drafter, with the tokens that were committed before each."""
 
-    def __init__(self, drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, drafter: DecoderDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[list[int], Tree]] = []
         self.rows: list[tuple[int, int]] = []
         draft, fill = drafter.draft, drafter._extend
@@ -99,9 +99,9 @@ class Watched:
         monkeypatch.setattr(drafter, "_extend", counted)
 
 
-def drafter_of(runtime: Runtime, name: str) -> DraftModelDrafter:
+def drafter_of(runtime: Runtime, name: str) -> DecoderDrafter:
     drafter = runtime._speculators.drafter(name)
-    assert isinstance(drafter, DraftModelDrafter)
+    assert isinstance(drafter, DecoderDrafter)
     return drafter
 
 

@@ -1,6 +1,7 @@
-"""A small model of the verifier's own kind, which drafts from tokens alone: some of the verifier's layers, trained on.
+"""A small model of the verifier's own kind: some of the verifier's layers, trained on.
 
-The embedding and the head are the verifier's. Layers and final norm have transformers' own names, so the export and
+It drafts from tokens alone, or with steering by hidden states of the verifier (`redraft.export.drafters.steering`). The
+embedding and the head are the verifier's. Layers and final norm have transformers' own names, so the export and
 transformers read the same tensors.
 """
 
@@ -19,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from redraft.errors import CheckpointError
 from redraft.export.architecture import Architecture
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.export.drafters.steering import Steering, steer
 from redraft.export.reference import keep_layers
 from redraft.export.support import logit_scale
 
@@ -32,14 +34,18 @@ class DraftModelConfig(DrafterConfig):
 
     layers: the verifier's layers that it began with, ascending; it has as many.
     model:  fields of its transformers configuration: the verifier's with only these layers.
+    hidden_states: the verifier's that steer it, the highest layer first; none for a model without steering.
     """
 
     layers: tuple[int, ...]
     model: Mapping[str, Any]
+    hidden_states: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layers(self.layers)
+        if len(set(self.hidden_states)) < len(self.hidden_states):
+            raise CheckpointError(f"hidden_states must be different names, not {list(self.hidden_states)}")
 
     @property
     def transformers(self) -> PretrainedConfig:
@@ -64,8 +70,9 @@ def check_layers(layers: Sequence[int], count: int | None = None) -> None:
 
 
 def configuration_of(
-    verifier: PretrainedConfig, vocab_size: int, layers: Sequence[int], draft_vocab_size: int = 0
-) -> DraftModelConfig:
+    verifier: PretrainedConfig, vocab_size: int, layers: Sequence[int], draft_vocab_size: int = 0,
+    hidden_states: tuple[str, ...] = (),
+) -> DraftModelConfig:  # fmt: skip
     """Return the configuration of a draft model with these layers of a verifier of this transformers configuration.
 
     Raises CheckpointError if the verifier has no such layers.
@@ -80,11 +87,12 @@ def configuration_of(
         logit_scale=logit_scale(text),
         layers=tuple(layers),
         model={name: value for name, value in values.items() if name not in _NOT_KEPT},
+        hidden_states=hidden_states,
     )
 
 
 class DraftModel(nn.Module):
-    """Layers and final norm, with the parameters' names of transformers' causal language model."""
+    """Layers and final norm, with the parameters' names of transformers' causal language model, and `steering`."""
 
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__()
@@ -94,14 +102,27 @@ class DraftModel(nn.Module):
         whole.base_model.set_input_embeddings(nn.Identity())
         self._body = whole.base_model_prefix
         self.add_module(self._body, whole.base_model)
+        self.steering: Steering | None = None
+        if states := len(config.hidden_states):
+            self.steering = Steering(config.hidden_size, states, steer(whole.base_model, len(config.layers)))
 
     @property
     def body(self) -> Any:
         """transformers' model without embedding and head."""
         return getattr(self, self._body)
 
-    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return hidden states after the final norm, [B, L, n], of embedded texts of this shape."""
+    def forward(self, embeddings: torch.Tensor, biases: torch.Tensor | None = None) -> torch.Tensor:
+        """Return hidden states after the final norm, [B, L, n], of embedded texts of this shape.
+
+        biases: of `steering`, [B, L, S], for a model that has it.
+        """
+        if self.steering is None:
+            return self._states_of(embeddings)
+        assert biases is not None, "a model with steering needs the biases of its rows"
+        with self.steering.applied(biases):
+            return self._states_of(embeddings)
+
+    def _states_of(self, embeddings: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.body(inputs_embeds=embeddings, use_cache=False).last_hidden_state
         return out
 

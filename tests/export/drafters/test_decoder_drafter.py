@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
-from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig, configuration_of
+from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
 from redraft.records import from_plain
 from tests.export.models import config_of
 

@@ -1,4 +1,4 @@
-"""A draft model's tree while it grows, level by level, from the candidates of its likeliest nodes.
+"""A decoder's tree while it grows, level by level, from the candidates of its likeliest nodes.
 
 Li et al. 2024 (EAGLE-2), section 4: each level expands the nodes of the largest joint probability, and the tree keeps
 the likeliest of all nodes. Joint probabilities never grow along a path, so parents come before their children.

@@ -1,0 +1,367 @@
+"""Drafters that are decoders of their own: they draft a token at a time, and stop as soon as a budget says so.
+
+Its rows are tokens: row r of its KV is that of the token at position r, so it catches up by tokens, and by what a
+subclass prepares for their rows. Rows of drafted tokens stay valid if the same tokens are committed, whatever committed
+them. The others are overwritten.
+
+One run of the graph computes one level. Runs of a chain are one work of the device, in which each run reads the token
+that the one before chose. The host reads probabilities between two works, so they decide where a draft can stop. The
+host runs one level at a time if the budget may stop the draft: a run costs ONNX Runtime 6 microseconds beyond its
+nodes, so a graph that unrolls levels would gain nothing. On other devices a work has `STOP_STEPS` levels then, since
+each wait costs as much as a level or two. Drafts of a fixed length take the fewest works of `STEP_COUNTS` levels.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.device import Array, Buffer, slots_of
+from redraft.names import DRAFT
+from redraft.runtime.drafters.decoder_call import DraftCall
+from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
+from redraft.runtime.drafters.growing_tree import GrowingTree, log_share
+from redraft.runtime.drafters.proposals import RowsProposal
+from redraft.runtime.recent import Recent
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import root_only, within
+from redraft.runtime.verifier import WARM_SLOTS, Verifier
+from redraft.types import Budget, DraftTree, Draws, FloatArray, Tree
+
+STEP_COUNTS = (1, 2, 4, 8, 16)
+"""Levels of one work."""
+STOP_STEPS = 4
+"""Levels of a work on a device other than the host, if a draft may stop after it."""
+_MEASURED_STEPS = 4
+_LEARN = 0.125
+"""Weight of the latest draft in the running time of a level."""
+
+
+@dataclass(slots=True)
+class Drafting:
+    """State of one sequence: KV rows of committed tokens, and the drafted tokens whose rows follow them."""
+
+    cache_len: int = 0
+    drafted: list[int] = field(default_factory=list)
+
+    def commit(self, tokens: Several[int]) -> None:
+        """Keep the rows of drafted tokens that were committed. The last token's row is computed again."""
+        most = len(tokens) - 1
+        for token in self.drafted:
+            if self.cache_len >= most or tokens[self.cache_len] != token:
+                break
+            self.cache_len += 1
+        self.drafted = []
+
+
+@dataclass(slots=True)
+class Chain:
+    """A draft in progress.
+
+    left: levels that the budget still allows.   least, least_joint: logarithms under which a token's probability, and
+    the joint one, end the draft.   logits: of each level, if its tokens are drawn.
+    """
+
+    left: int
+    least: float
+    least_joint: float
+    tokens: list[int]
+    log_probs: list[float] = field(default_factory=lambda: [0.0])
+    logits: list[FloatArray] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, seq: Sequence, budget: Budget, steps: int) -> Chain:
+        """Return the chain of the root alone. The host does not know the probabilities of drawn tokens."""
+        left = min(budget.depth, budget.nodes, steps) if budget.width else 0
+        confidence, share = (0.0, 0.0) if seq.noise.drawn else (budget.confidence or 0.0, budget.share)
+        return cls(left, log_share(confidence), log_share(share), [seq.tokens[-1]])
+
+    @property
+    def may_stop(self) -> bool:
+        """True if a token's probability may end the draft."""
+        return max(self.least, self.least_joint) > -np.inf
+
+    def add(self, token: int, log_prob: float) -> None:
+        """Add a level, unless the draft has ended."""
+        if not self.left:
+            return
+        joint = self.log_probs[-1] + log_prob
+        self.tokens.append(token)
+        self.log_probs.append(joint)
+        self.left = 0 if log_prob < self.least or joint < self.least_joint else self.left - 1
+
+
+class DecoderDrafter(EngineDrafter):
+    """Drafts chains, or trees if its shape is wide, with a decoder of its own. A subclass sets `method`."""
+
+    step_graphs: ClassVar[tuple[str, ...]] = ()
+    """Graphs of a step that it runs."""
+
+    def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
+        """Load its programs. Raises as `EngineDrafter`."""
+        super().__init__(verifier, shape, tables, options, name, self.method.spare_rows, self.step_graphs)
+        self._calls: Recent[tuple[range, int, int, int], DraftCall] = Recent(self._most_calls, self._device.wait)
+        self._positions = np.minimum(self._positions, verifier.max_model_len - 1)
+        """Position of each row. No token has a row beyond the context; those of padding must have some position."""
+        self._logits: list[Buffer] = []
+        self._open()
+
+    def _open(self) -> None:
+        """Prepare calls before the first request, with all programs loaded."""
+        if self._device.asynchronous:
+            self._warm()
+
+    def begin(self, seq: Sequence) -> None:
+        """Create the state of `seq`."""
+        seq.drafting[self] = Drafting()
+
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+        """Compute the rows of the prompt so far, but the last few."""
+        self._catch_up(seq, slot, start + tokens)
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        """Copy the drafter's rows of `seq` to another slot, also those of drafted tokens that were committed."""
+        seq.drafting[self].commit(seq.tokens)
+        super().move(seq, source, target)
+
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+        """Draft a chain for each sequence, up to the token that ends it by its budget, or a tree if the shape is wide.
+
+        Drawn candidates are chains: a tree's logits after equal tokens of a level differ, which no `Proposal` can tell.
+        """
+        widths = [
+            1 if seq.noise.drawn else min(budget.width, self.shape.width)
+            for seq, budget in zip(batch, budgets, strict=True)
+        ]
+        if max(widths) > 1:
+            return self._draft_trees(batch, budgets, widths)
+        return self._draft_chains(batch, budgets)
+
+    def _draft_chains(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+        steps = self.shape.steps
+        chains = [Chain.of(seq, budget, steps) for seq, budget in zip(batch, budgets, strict=True)]
+        if not any(chain.left for chain in chains):
+            return [root_only(seq.tokens[-1]) for seq in batch]
+        starts, pending = self._begin(batch, [chain.left for chain in chains])
+        level = 0
+        while left := max(chain.left for chain in chains):
+            began = time.perf_counter()
+            levels = self._levels(left, any(chain.left and chain.may_stop for chain in chains))
+            self._extend(batch, chains, starts, pending, level, levels)
+            if level:
+                self._learn_step_ms((time.perf_counter() - began) * 1e3 / levels)
+            for slot, rows in enumerate(pending):
+                if rows:
+                    starts[slot] += len(rows) + levels - 1
+                    pending[slot] = chains[slot].tokens[-1:]
+            level += levels
+        for seq, chain, rows in zip(batch, chains, pending, strict=True):
+            if rows:
+                seq.drafting[self].drafted = chain.tokens[1:level]
+        return [self._tree(seq, chain) for seq, chain in zip(batch, chains, strict=True)]
+
+    def _begin(self, batch: Several[Sequence], levels: Several[int]) -> tuple[list[int], list[list[int]]]:
+        """Return the valid rows of each slot, and the tokens to compute after them; none for slots without a draft."""
+        starts, pending = [], []
+        for slot, (seq, left) in enumerate(zip(batch, levels, strict=True)):
+            state: Drafting | None = seq.drafting.get(self)
+            rows: list[int] = []
+            if state is not None and left:
+                self._catch_up(seq, slot, len(seq.tokens))
+                rows = seq.tokens[state.cache_len :]
+            elif state is not None:
+                state.commit(seq.tokens)
+            starts.append(state.cache_len if state else 0)
+            pending.append(rows)
+        self._prepare(range(len(batch)), starts, pending, batch)
+        for seq, rows in zip(batch, pending, strict=True):
+            if rows:
+                seq.drafting[self].cache_len += len(rows)
+        return starts, pending
+
+    def _prepare(
+        self, slots: range, starts: Several[int], pending: Several[Several[int]], batch: Several[Sequence] = ()
+    ) -> None:
+        """Compute what the rows of the next call read: these pending tokens after the first rows of each slot.
+
+        batch: the sequences in these slots, if the rows are theirs. A drafter that reads tokens alone needs nothing.
+        """
+
+    def _width(self, rows: int) -> int:
+        """Return the rows of the smallest run that fits `rows` pending rows."""
+        return 1 if rows <= 1 else super()._width(rows)
+
+    def _levels(self, left: int, may_stop: bool) -> int:
+        """Return the levels of the next work, if the longest draft has `left` levels left."""
+        if self.shape.width > 1:
+            return 1  # a run's candidates are not yet the next one's tokens
+        if may_stop:
+            left = min(left, STOP_STEPS if self._device.asynchronous else 1)
+        return STEP_COUNTS[bisect_right(STEP_COUNTS, left) - 1]
+
+    def _extend(
+        self, batch: Several[Sequence], chains: Several[Chain], starts: Several[int], pending: Several[Several[int]],
+        level: int, levels: int,
+    ) -> None:  # fmt: skip
+        """Compute pending tokens after the first rows of each slot, and add `levels` levels to the chains."""
+        call = self._first_call(starts, pending, levels)
+        call.sample(self._noise, batch, level)
+        self._run(DRAFT, call.work)
+        self._device.wait()
+        for slot, (seq, chain) in enumerate(zip(batch, chains, strict=True)):
+            for step in range(levels):
+                if chain.left:
+                    chain.add(*call.candidate(slot, step))
+                    if seq.noise.drawn:
+                        chain.logits.append(call.logits(slot, step))
+
+    def _draft_trees(self, batch: Several[Sequence], budgets: Several[Budget], widths: Several[int]) -> list[Tree]:
+        """Draft a tree for each sequence, a level a run. Each run computes the rows of all expanded nodes again."""
+        steps = [min(budget.depth, self.shape.steps) if budget.nodes else 0 for budget in budgets]
+        starts, pending = self._begin(batch, steps)
+        trees = [
+            GrowingTree.of(seq.tokens[-1], budget, width, min(budget.nodes, self.shape.nodes - 1), seq.noise.drawn)
+            if rows
+            else None
+            for seq, budget, width, rows in zip(batch, budgets, widths, pending, strict=True)
+        ]
+        logits: list[list[FloatArray]] = [[] for _ in batch]
+        for level in range(max(steps)):
+            began = time.perf_counter()
+            call = self._level_call(starts, pending, trees, max(widths)) if level else self._first_call(starts, pending)
+            call.sample(self._noise, batch, level)
+            self._run(DRAFT, call.work)
+            self._device.wait()
+            for slot, tree in enumerate(trees):
+                if tree and tree.ends:
+                    if batch[slot].noise.drawn:
+                        logits[slot].append(call.logits(slot, 0))
+                    tree.grow(*call.candidates(slot), last=level + 1 >= steps[slot])
+            if level:
+                self._learn_step_ms((time.perf_counter() - began) * 1e3)
+            if not any(tree and tree.ends for tree in trees):
+                break
+        return [
+            within(tree.whole(self._proposal(seq, drawn)), replace(budget, nodes=tree.most))
+            if tree
+            else root_only(seq.tokens[-1])
+            for seq, tree, budget, drawn in zip(batch, trees, budgets, logits, strict=True)
+        ]
+
+    def _first_call(self, starts: Several[int], pending: Several[Several[int]], levels: int = 1) -> DraftCall:
+        """Return the call that computes pending tokens after the first rows of each slot, with its rows set."""
+        call = self._call(range(len(starts)), self._width(max(map(len, pending))), levels)
+        call.fill(starts, pending, self._positions)
+        return call
+
+    def _level_call(
+        self, starts: Several[int], pending: Several[Several[int]], trees: Several[GrowingTree | None], ends: int
+    ) -> DraftCall:
+        """Return the call that computes the trees' expanded nodes after these rows, with its rows set."""
+        width = super()._width(max(len(tree.rows) if tree else 0 for tree in trees))
+        call = self._call(range(len(starts)), width, 1, ends)
+        call.fill_tree([start + len(rows) for start, rows in zip(starts, pending, strict=True)], trees)
+        return call
+
+    def _proposal(self, seq: Sequence, rows: Several[FloatArray]) -> RowsProposal | None:
+        """Return the distributions of a chain's tokens, if they were drawn."""
+        if not seq.noise.drawn:
+            return None
+        scale = seq.noise.logit_scale(self.shape.draft_logit_scale)
+        return RowsProposal(rows, scale, self._host_tables.get(names.DRAFT_VOCABULARY))
+
+    def _tree(self, seq: Sequence, chain: Chain) -> Tree:
+        """Return the draft as a tree on the host."""
+        nodes = len(chain.tokens)
+        if nodes == 1:
+            return root_only(seq.tokens[-1])
+        proposal = self._proposal(seq, chain.logits)
+        tokens, log_probs = np.array(chain.tokens, np.int64), np.array(chain.log_probs, np.float32)
+        return DraftTree(tokens, np.arange(-1, nodes - 1), log_probs, Draws.of(proposal, nodes))
+
+    def _catch_up(self, seq: Sequence, slot: int, end: int) -> None:
+        """Compute rows of the first `end` tokens of a sequence until at most CATCH_UP are pending."""
+        state: Drafting = seq.drafting[self]
+        state.commit(seq.tokens)
+        while end - state.cache_len > CATCH_UP:
+            self._compute(seq, slot)
+
+    def _compute(self, seq: Sequence, slot: int) -> None:
+        """Compute the next CATCH_UP rows of a sequence."""
+        state: Drafting = seq.drafting[self]
+        slots, starts = range(slot, slot + 1), [state.cache_len]
+        pending = [seq.tokens[state.cache_len : state.cache_len + CATCH_UP]]
+        self._prepare(slots, starts, pending, [seq])
+        call = self._call(slots, self._width(CATCH_UP), 1)
+        call.fill(starts, pending, self._positions)
+        self._run(DRAFT, call.work)
+        state.cache_len += CATCH_UP
+
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
+        """Return milliseconds of a draft of a few levels, and 0: nothing is resampled."""
+        self._noise.clear()
+        start, pending, left = min(kv_len, self.verifier.max_model_len - CATCH_UP), [0] * rows, _MEASURED_STEPS
+        self._device.wait()
+        started = time.perf_counter()
+        self._prepare(range(1), [start], [pending])
+        while left:
+            levels = self._levels(left, may_stop=True)
+            call = self._first_call([start], [pending], levels)
+            call.work()
+            self._device.wait()
+            start, pending, left = start + len(pending) + levels - 1, [0], left - levels
+        return (time.perf_counter() - started) * 1e3, 0.0
+
+    def _learn_step_ms(self, taken_ms: float) -> None:
+        """Update the time of a level. A call that was interrupted counts as one of twice the known time."""
+        known_ms = self.step_ms or taken_ms
+        self.step_ms = known_ms + _LEARN * (min(taken_ms, 2 * known_ms) - known_ms)
+
+    def _call(self, slots: range, width: int, levels: int, ends: int = 1) -> DraftCall:
+        """Return the work of `levels` runs over `width` rows of which `ends` get candidates."""
+        key = slots, width, levels, ends
+        call = self._calls.get(key)
+        if call is None:
+            alone = slots.start > 0
+            given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
+            given |= {**(self._noise.without if alone else self._noise.buffers(len(slots))), **self._tables}
+            shape = len(slots), ends, self.shape.draft_vocabulary
+            logits = [buffer.part(*shape) for buffer in self._level_logits(levels)]
+            first, later = ({**given, **self._read(slots, rows)} for rows in (width, 1))
+            call = DraftCall(self._device, self._programs[DRAFT], len(slots), width, first, later, logits)
+            self._calls.add(key, call)
+        return call
+
+    def _read(self, slots: range, width: int) -> Mapping[str, Buffer]:
+        """Return the buffers that `_prepare` fills, for a run over `width` rows of these slots."""
+        return {}
+
+    def _level_logits(self, levels: int) -> list[Buffer]:
+        """Return memory for the logits of each level of a work, which all works share."""
+        while len(self._logits) < levels:
+            shape = self.verifier.max_num_seqs, self.shape.width, self.shape.draft_vocabulary
+            self._logits.append(self._device.empty("float32", *shape))
+        return self._logits[:levels]
+
+    def _warm(self) -> None:
+        """Run the usual works until the device replays them as graphs."""
+        self.verifier.warm()
+        slots = self.verifier.max_num_seqs
+        works = [(range(slot, slot + 1), CATCH_UP, 1) for slot in range(min(slots, WARM_SLOTS))]
+        for sequences in sorted({1, slots}, reverse=True):
+            works += [(range(sequences), width, self._levels(STOP_STEPS, True)) for width in (1, names.DRAFT_WIDTHS[0])]
+        for taken, width, levels in works:
+            call = self._call(taken, width, levels)
+            starts, pending = [0] * len(taken), [[0] * width] * len(taken)
+            for _ in range(2):
+                self._prepare(taken, starts, pending)
+                call.fill(starts, pending, self._positions)
+                call.work()
+                self._device.wait()

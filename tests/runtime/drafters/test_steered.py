@@ -1,0 +1,218 @@
+"""A steered drafter in the runtime: texts are the verifier's, and its logits are those of the paper and of training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from redraft import names
+from redraft.engines import open_bundle
+from redraft.engines.device import Device
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.drafters.steered import SteeredDrafter
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.verifier import Verifier
+from redraft.types import Budget, Costs, Tree
+from tests.engines.fake_onnxruntime import onnxruntime_cuda
+from tests.runtime.devices import cpu_device, open_over, tensorrt_device
+from tests.runtime.fakes import CURVE
+from tests.runtime.test_rejection_drafts import FAR, chi_square
+
+from .steered_bundle import STEPS, Paper, write_bundle
+
+PROMPTS = [[5, 9, 3, 17, 12, 8], [1], [3 + number * number % 27 for number in range(90)]]
+CLOSE = 1e-4
+HOT = 2.0
+"""A temperature at which long drafts are accepted too."""
+WAYS = (
+    SpeculationParams("sd2", budget=Budget(STEPS, STEPS, 1)),
+    SpeculationParams("part", budget=Budget(3, 3, 1)),
+    "ngram+sd2",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("steered")
+    write_bundle(found)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unmeasured() -> Iterator[None]:
+    """Calls cost the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+        patch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+        yield
+
+
+def opened(folder: Path, slots: int) -> Runtime:
+    return Runtime.open(folder / "engines", threads=1, max_num_seqs=slots, verify=False)
+
+
+@pytest.fixture(params=["host", "cpu", "tensorrt", "onnxruntime on a GPU"])
+def open_on(
+    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], Runtime]:
+    """A function that opens the bundle on a device, for a number of slots."""
+    if request.param == "host":
+        return lambda slots: opened(folder, slots)
+    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
+    bundle = open_bundle(folder / "engines", verify=False)
+    make: dict[str, Callable[[], Device]] = {
+        "cpu": lambda: cpu_device(bundle),
+        "tensorrt": lambda: tensorrt_device(bundle, tmp_path).device,
+        "onnxruntime on a GPU": lambda: onnxruntime_cuda(bundle, monkeypatch),
+    }
+    return lambda slots: open_over(make[request.param](), folder / "engines", slots)
+
+
+def params(temperature: float, tokens: int = 40, **values: object) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=temperature, seed=4, ignore_eos=True, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[float, list[list[int]]]:
+    """The verifier's own texts after PROMPTS, by temperature."""
+    with opened(folder, 1) as runtime:
+        return {t: [text.token_ids for text in runtime.generate(PROMPTS, params(t), "none")] for t in (0.0, 1.0)}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_texts_are_the_verifiers(
+    open_on: Callable[[int], Runtime], plain: dict[float, list[list[int]]], slots: int
+) -> None:
+    """Also next to sequences of other drafters, and when sequences end and change slots."""
+    with open_on(slots) as runtime:
+        for temperature, expected in plain.items():
+            for way in WAYS:
+                found = runtime.generate(PROMPTS, params(temperature), way)
+                assert [text.token_ids for text in found] == expected, (temperature, way)
+            found = runtime.generate(PROMPTS, params(temperature), ["ngram", *WAYS[:2]])
+            assert [text.token_ids for text in found] == expected
+            assert all(text.metrics.num_draft_tokens > 0 for text in found[1:])
+
+
+@dataclass
+class Draft:
+    """A draft of the runtime: the committed tokens, its tree, its logits, and how many of its rows were computed."""
+
+    tokens: list[int]
+    tree: Tree
+    rows: int
+
+
+@dataclass
+class Watched:
+    """Drafts by sequence."""
+
+    drafts: dict[int, list[Draft]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, runtime: Runtime, patch: pytest.MonkeyPatch, name: str = "sd2") -> Watched:
+        watched, drafter = cls(), runtime._speculators.drafter(name)
+        assert isinstance(drafter, SteeredDrafter)
+        draft = drafter.draft
+
+        def observed(batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+            made = draft(batch, budgets)
+            for seq, tree, budget in zip(batch, made, budgets, strict=True):
+                if budget.nodes:
+                    rows = len(seq.drafting[drafter].drafted)
+                    watched.drafts.setdefault(id(seq), []).append(Draft(list(seq.tokens), tree, rows))
+                    watched.kept.append(seq)
+            return made
+
+        patch.setattr(drafter, "draft", observed)
+        return watched
+
+    kept: list[Sequence] = field(default_factory=list)
+    """Sequences, so that no two have one id."""
+
+    def check(self, folder: Path) -> Counter[int]:
+        """Compare every draft's logits with the paper's and with training's. Returns how many tokens were accepted."""
+        accepted: Counter[int] = Counter()
+        for drafts in self.drafts.values():
+            paper, before, last = Paper(folder), list[int](), 0
+            for draft in drafts:
+                drawn, count = draft.tree.tokens.tolist()[1:], draft.rows + 1  # the last drafted token may have a row
+                if before:
+                    accepted[matching(before, draft.tokens[last:])] += 1
+                expected = paper.draft(draft.tokens, drawn, count)
+                proposal = draft.tree.draws.proposal  # type: ignore[union-attr]
+                trained = paper.trained(draft.tokens)[-count:]
+                for depth, (logits, of_training) in enumerate(zip(expected[: len(drawn)], trained, strict=False)):
+                    found = proposal.logits(depth, draft.tree.tokens[depth]) * HOT
+                    assert abs(found - logits.numpy()).max() < CLOSE
+                    assert abs(found - of_training.numpy()).max() < CLOSE
+                before, last = drawn, len(draft.tokens)
+        return accepted
+
+
+def matching(drafted: list[int], committed: list[int]) -> int:
+    """How many drafted tokens were committed."""
+    pairs = enumerate(zip(drafted, committed, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(drafted), len(committed)))
+
+
+CHAINS = SpeculationParams("sd2", budget=Budget(4, 4, 1))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_logits_are_those_of_the_paper_and_of_training(
+    folder: Path, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over many passes with rejections at every position: kept rows have the steering that they were made with."""
+    with opened(folder, slots) as runtime:
+        watched = Watched.of(runtime, monkeypatch)
+        runtime.generate(PROMPTS, params(HOT, 60, acceptance="rejection"), CHAINS)
+    assert set(watched.check(folder)) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_logits_on_a_device_are_those_of_the_paper(
+    open_on: Callable[[int], Runtime], folder: Path, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences in a batch have drafts of different lengths, and one has lookups in between."""
+    with open_on(slots) as runtime:
+        watched = Watched.of(runtime, monkeypatch)
+        ways = [CHAINS, SpeculationParams("sd2", budget=Budget(2, 2, 1)), "ngram+sd2"]
+        runtime.generate(PROMPTS, params(HOT, 20, acceptance="rejection"), ways)
+    assert len(watched.drafts) == 3
+    watched.check(folder)
+
+
+def test_drawn_drafts_leave_the_verifiers_distribution(folder: Path) -> None:
+    with opened(folder, 1) as runtime:
+        assert chi_square(runtime, CHAINS, "rejection", requests=12) < FAR
+
+
+def test_rows_of_plain_steps_have_the_steering_of_the_position_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states of more steps than the buffer holds wait, since the drafter catches up before it is full."""
+    monkeypatch.setattr(names, "MAX_PENDING_FEATURES", 160)
+    with opened(folder, 1) as runtime:
+        watched, drafter = Watched.of(runtime, monkeypatch), runtime._speculators.drafter("sd2")
+        offers, make_space, made = drafter.offers, drafter._make_space, []
+        monkeypatch.setattr(drafter, "_make_space", lambda seq, slot: made.append(slot) or make_space(seq, slot))
+        monkeypatch.setattr(drafter, "offers", lambda seq, budget: offers(seq, budget) if drafts(seq) else ())
+
+        def drafts(seq: Sequence) -> bool:
+            return len(seq.tokens) > 280 or (len(seq.tokens) % 9 == 3 and len(seq.tokens) < 120)
+
+        drawn, prompt = params(HOT, 200, acceptance="rejection"), PROMPTS[2]
+        runtime.generate([prompt], drawn, SpeculationParams("sd2", budget=Budget(3, 3, 1)))
+    ((_, found),) = watched.drafts.items()
+    lengths = [len(draft.tokens) for draft in found]
+    assert max(after - before for before, after in pairwise(lengths)) > 160
+    assert made
+    watched.check(folder)

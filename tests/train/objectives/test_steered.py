@@ -1,0 +1,173 @@
+"""Training of a steered student: which hidden states steer each row, and the loss against a loop over positions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+
+from redraft.errors import UnsupportedModelError, UsageError
+from redraft.export.drafters.decoder_drafter import configuration_of
+from redraft.train.batches import Batch
+from redraft.train.objectives.decoder_drafter import (
+    DEPTHS,
+    DraftModelObjective,
+    LossWeights,
+    Offsets,
+    steering_places,
+)
+from redraft.train.objectives.decoder_method import SteeringTable, configure, high_middle_low, start_from_layers
+from redraft.train.objectives.steered_method import SteeredRecipe
+from redraft.train.states import TOP_LOGITS, run_verifier
+from redraft.train.verifier_model import VerifierModel, open_verifier
+
+from .test_decoder_drafter import END, PROMPT, model_of, texts
+
+STATES = ("2", "1", "0")
+K = 3
+
+
+def objective_of(
+    verifier: VerifierModel, weights: LossWeights = LossWeights(), offsets: Offsets = Offsets(K), frozen: bool = False
+) -> DraftModelObjective:
+    """A student of two of the verifier's layers, with random steering."""
+    config = configuration_of(verifier.config, verifier.vocab_size, (0, 2), 0, STATES)
+    objective = DraftModelObjective(verifier.model, config, weights, None, offsets=offsets, frozen=frozen)
+    start_from_layers(objective.drafter, verifier, ())
+    assert objective.drafter.steering is not None
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in objective.drafter.steering.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return objective
+
+
+@pytest.mark.parametrize("offsets", ["text", "row", "block"])
+def test_offsets_are_drawn_from_1_to_k(offsets: str) -> None:
+    torch.manual_seed(0)
+    drawn = [Offsets(4, offsets).draw(torch.zeros(3, 9)) for _ in range(40)]  # type: ignore[arg-type]
+    assert set(torch.stack(drawn).flatten().tolist()) == {1, 2, 3, 4}
+    for one in drawn:
+        for row in one.tolist():
+            if offsets == "text":
+                assert len(set(row)) == 1
+            elif offsets == "block":
+                assert all(after == before % 4 + 1 for before, after in pairwise(row))
+    firsts = Counter(one[0, 0].item() for one in drawn)
+    assert len(firsts) == 4
+    assert any(len(set(one[:, 0].tolist())) > 1 for one in drawn), "each text has its own"
+    assert any(len(set(one[0].tolist())) > 2 for one in drawn) == (offsets != "text")
+
+
+def test_a_row_reads_the_hidden_states_of_an_earlier_position() -> None:
+    """Row q reads q - δ. Rows of the prompt have δ = 1, and no row reads before position 0."""
+    batch = texts()  # drafts start at the position PROMPT, the last one of the prompt
+    offsets = torch.full_like(batch.tokens, 3)
+    assert PROMPT == 3
+    assert steering_places(batch, offsets)[0].tolist() == [0, 0, 1, 2, 1, 2, 3, 4, 5, 6, 7]
+    offsets = torch.arange(11).expand(2, -1) % 3 + 1
+    assert steering_places(batch, offsets)[1].tolist() == [0, 0, 1, 2, 2, 2, 5, 5, 5, 8, 8]
+
+
+def verifier_output(verifier: VerifierModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[h ; m ; l] of every position, and logits."""
+    hidden, logits = run_verifier(verifier.model, batch.tokens, STATES)
+    return torch.cat([hidden[name] for name in STATES], dim=-1), logits
+
+
+def biased(objective: DraftModelObjective, states: torch.Tensor, sources: list[int]) -> torch.Tensor:
+    """W_s W_hml [h ; m ; l] of rows that are steered from these positions, -1 for a row without, [1, L, S]."""
+    assert objective.drafter.steering is not None
+    rows = [states[source] if source >= 0 else torch.zeros_like(states[0]) for source in sources]
+    vectors = torch.stack(rows) @ objective.drafter.steering.vector.weight.T
+    return (vectors @ objective.drafter.steering.bias.weight.T)[None]
+
+
+def test_loss_equals_a_loop_over_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ p log q of each row, steered from where its offset says; k = 3, an offset for each text."""
+    verifier = model_of("llama", vocab_size=TOP_LOGITS)
+    objective, batch = objective_of(verifier, LossWeights(kl=0.7, prompt=0.25)), texts(TOP_LOGITS)
+    drawn = [2, 3]
+    monkeypatch.setattr(Offsets, "draw", lambda self, tokens: torch.tensor(drawn)[:, None].expand_as(tokens))
+    head, embedding = verifier.model.get_output_embeddings().weight, verifier.model.get_input_embeddings()
+    total = counted = 0.0
+    with torch.no_grad():
+        states, logits = verifier_output(verifier, batch)
+        for text, end in enumerate(batch.ends.tolist()):
+            length = batch.tokens.shape[1]
+            sources = [q - 1 if q <= PROMPT else q - drawn[text] for q in range(length)]
+            biases = biased(objective, states[text], sources)
+            hidden = objective.drafter(embedding(batch.tokens[text : text + 1]), biases)
+            for place in range(end):
+                weight = 0.25 if place < PROMPT else 1.0
+                true, q = logits[text, place].softmax(-1), (head @ hidden[0, place]).log_softmax(-1)
+                total, counted = total - weight * 0.7 * (true * q).sum(), counted + weight
+    loss, metrics = objective.loss(batch)
+    assert loss.item() == pytest.approx((total / counted).item(), rel=1e-5)
+    assert set(metrics) == {"ce", "kl", "mse", "hit"}
+    loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for _, parameter in objective.named_parameters())
+    assert all(parameter.grad is None for parameter in verifier.model.parameters())
+    assert batch.tokens.shape[1] > END
+
+
+def test_depth_d_of_a_draft_has_offset_d() -> None:
+    """At every depth a draft has the hidden states where it starts, whose logits gave the last returned token."""
+    verifier = model_of("llama")
+    objective = objective_of(verifier)
+    tokens = torch.randint(0, 97, (1, 12), generator=torch.Generator().manual_seed(1))
+    batch = Batch.whole(tokens, ("a",), DEPTHS, first=2)
+    embedding, head = verifier.model.get_input_embeddings(), verifier.model.get_output_embeddings().weight
+    with torch.no_grad():
+        states, _ = verifier_output(verifier, batch)
+        found = list(objective.drafts(batch, objective.states(batch)))
+        for depth, logits in enumerate(found, 1):
+            sources = [q - 1 if q <= 2 else max(0, q - depth) for q in range(12)]
+            hidden = objective.drafter(embedding(tokens), biased(objective, states[0], sources))
+            for place, start in enumerate(batch.starts[0].tolist()):
+                assert sources[start + depth] == start
+                expected = head @ hidden[0, start + depth]
+                torch.testing.assert_close(logits[0, place], expected, atol=1e-4, rtol=1e-4)
+    assert len(found) == DEPTHS
+
+
+def test_a_frozen_student_trains_its_steering_alone() -> None:
+    objective = objective_of(model_of("llama"), frozen=True)
+    objective.loss(texts())[0].backward()
+    trained = {name for name, parameter in objective.named_parameters() if parameter.grad is not None}
+    assert trained == {"steering.vector.weight", "steering.bias.weight"}
+
+
+def test_by_default_the_paper_s_hidden_states_steer_a_student() -> None:
+    assert high_middle_low(32) == ("29", "15", "2")
+    assert high_middle_low(30) == ("27", "14", "2")
+    assert high_middle_low(4) == ("2", "1")
+    assert high_middle_low(1) == ("0",)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (dict(hidden_states=("4",)), "drafter table: unknown hidden state '4'"),
+        (dict(hidden_states=("1", "1")), "drafter table: hidden_states must be different names"),
+        (dict(layers=(0, 4)), r"drafter table: layers must be numbers from 0 to 3"),
+    ],
+)
+def test_a_recipe_that_the_verifier_cannot_fill_is_refused_in_one_line(verifier_folder, table, message) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        configure(SteeredRecipe(drafter=SteeringTable(**table)), open_verifier(verifier_folder, "cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_verifier_whose_layers_take_no_steering_is_refused_before_its_text_is_written() -> None:
+    assert configure(SteeredRecipe(), model_of("llama")).hidden_states == ("2", "0")
+    with pytest.raises(UnsupportedModelError, match="layer 0 takes no steering: Phi3MLP has no up_proj"):
+        configure(SteeredRecipe(), model_of("phi3"))
+
+
+@pytest.mark.parametrize("length", [0, 25])
+def test_a_draft_length_that_no_draft_has_is_refused(length: int) -> None:
+    with pytest.raises(UsageError, match=r"drafter\.draft_length must be a number from 1 to 24"):
+        SteeringTable(draft_length=length)

@@ -1,0 +1,114 @@
+"""A trained drafter as a torch module: of a run's last checkpoint, or of a published folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from redraft.errors import CheckpointError, TrainingError
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+from redraft.export.drafters.layer import DrafterConfig
+from redraft.records import from_plain
+from redraft.train.batches import Batch
+from redraft.train.checkpoint import load_checkpoint
+from redraft.train.method import Method
+from redraft.train.objectives import find_method
+from redraft.train.run_facts import RUN, RunFacts
+from redraft.train.verifier_model import VerifierModel
+
+_PREFIX = "drafter."
+_OWN = frozenset({"draft_vocab_size", "draft_logit_scale", "hidden_states"})
+"""Fields in which a drafter may differ from the one that it begins with."""
+
+
+@dataclass(frozen=True)
+class TrainedDrafter:
+    """A drafter with its weights, and the verifier that it was trained for."""
+
+    path: Path
+    method: Method
+    config: DrafterConfig
+    module: nn.Module
+    verifier: Identity
+
+    @classmethod
+    def open(cls, folder: Path) -> TrainedDrafter:
+        """Return the drafter of a run or of a published folder. Raises CheckpointError or TrainingError."""
+        if (folder / RUN).exists():
+            facts = run_facts(folder)
+            module = trained_drafter(folder, facts, load_checkpoint(folder))
+            return cls(folder, find_method(facts.method), _config(folder, facts), module, facts.verifier)
+        checkpoint = DrafterCheckpoint.open(folder)
+        method = find_method(checkpoint.method)
+        config = checkpoint.configure(method.config)
+        module = method.module(config)
+        checkpoint.load(module)
+        return cls(folder, method, config, module, checkpoint.verifier)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of its weights in fp32, in the order of their names."""
+        sha = hashlib.sha256()
+        for name, tensor in sorted(self.module.state_dict().items()):
+            sha.update(name.encode())
+            sha.update(tensor.detach().cpu().float().contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+    def check_begins(self, config: DrafterConfig, verifier: VerifierModel) -> None:
+        """Raise CheckpointError if a drafter of this configuration for this verifier cannot begin with it."""
+        if self.verifier != verifier.identity:
+            raise CheckpointError(
+                f"{self.path} was trained for another verifier", "give a --start that was trained for this --verifier"
+            )
+        wanted, found = asdict(config), asdict(self.config)
+        for name in (name for name in found if name in wanted and name not in _OWN):
+            if found[name] != wanted[name]:
+                raise CheckpointError(
+                    f"{self.path} has another {name}: expected {_short(wanted[name])}, found {_short(found[name])}",
+                    "give a --start of the recipe's form, or change the recipe",
+                )
+        if self.config.__class__ is not config.__class__:
+            raise CheckpointError(
+                f"{self.path} is a drafter of another form than the recipe's", "give a --start of the same form"
+            )
+        found_states, states = (getattr(one, "hidden_states", ()) for one in (self.config, config))
+        if found_states and found_states != states:
+            raise CheckpointError(
+                f"{self.path} reads hidden states {', '.join(found_states)}, expected {', '.join(states) or 'none'}",
+                "give a --start of the recipe's form, or change the recipe",
+            )
+
+    def begin(self, drafter: nn.Module, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
+        """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.method.Start`."""
+        drafter.load_state_dict(self.module.state_dict(), strict=False)
+
+
+def run_facts(run: Path) -> RunFacts:
+    """Return the facts of a run. Raises TrainingError if the folder has none."""
+    facts = RunFacts.read(run)
+    if facts is None:
+        raise TrainingError(
+            f"{run} is not a drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote"
+        )
+    return facts
+
+
+def trained_drafter(run: Path, facts: RunFacts, state: Mapping[str, Any]) -> nn.Module:
+    """Return the drafter of a run's checkpoint."""
+    module = find_method(facts.method).module(_config(run, facts))
+    module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
+    return module
+
+
+def _config(run: Path, facts: RunFacts) -> DrafterConfig:
+    config: DrafterConfig = from_plain(find_method(facts.method).config, facts.config, str(run / RUN))
+    return config
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
