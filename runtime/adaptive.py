@@ -22,14 +22,6 @@ LONGEST_PAUSE = 32
 _LEARN = 1 / 8
 _CREDIT = 1.0625
 """Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
-MOST_LOST = 8.0
-"""Plain steps that a method may lose before each of its requests is limited."""
-_RISK = 0.01
-"""Plain steps that a limited request may lose for each of its tokens."""
-_MOST_DEBT, _MOST_LEAD = 1.0, 8.0
-"""The most plain steps lost and won that count, so that speculation is tried again, and later losses show soon."""
-_ERROR = 1.25
-"""Largest factor by which plain verifications may differ from the estimate for all of one node."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
 _FIRST_PROBE, _LONGEST_PROBE = 8, 256
@@ -60,29 +52,14 @@ class Experience:
 
 
 @dataclass(slots=True)
-class RunningMean:
-    """The mean of few values, then a running mean, in which the next value has the weight FAST."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def update(self, value: float) -> None:
-        """Add a value."""
-        self.count += 1
-        self.value += max(1 / self.count, FAST) * (value - self.value)
-
-
-@dataclass(slots=True)
 class MethodRecord:
     """Statistics of a method's requests, with which its next request starts.
 
     gain: tokens that trees promised beyond their cost of verification, by offer.
-    lead: plain steps that speculation won in all requests.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
     gain: dict[OfferKey, float] = field(default_factory=dict)
-    lead: float = 0.0
 
 
 @dataclass(slots=True)
@@ -96,7 +73,6 @@ class ControllerState:
     rate, gains, tried, probed, together, least: as in `Choice`, of this step.   weighed: its found, whole and shares.
     shares:   probability of each node after the root to be accepted, by `ranked_shares`, of this step.
     waiting:  steps still to pause.   pause: length of the latest pause.
-    lead:     plain steps that speculation won beyond those that it may lose.
     since_fresh, patience: steps since the last fresh draft, and the number after which another is tried.
     """
 
@@ -115,7 +91,6 @@ class ControllerState:
     weighed: tuple[Tree, Tree, Several[float] | None] | None = None
     waiting: int = 0
     pause: int = 0
-    lead: float = 0.0
     since_fresh: int = 0
     patience: int = 1
 
@@ -139,17 +114,13 @@ class Adaptive:
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
     pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
-    few. A new request starts with its method's experience, and a new method with some credit. The controller also adds
-    up what speculation won and lost, in plain steps. If a method has lost `most_lost`, a request of it does
-    not speculate while it has lost more than a share of its tokens (a conservative bandit: Wu et al. 2016, arXiv
-    1602.04282).
+    few. A new request starts with its method's experience, and a new method with some credit.
     """
 
     weighs = True
 
-    def __init__(self, verifying: VerifyCosts, most_lost: float = MOST_LOST) -> None:
-        """most_lost: plain steps that a method may lose before each of its requests is limited."""
-        self._verifying, self._most_lost = verifying, most_lost
+    def __init__(self, verifying: VerifyCosts) -> None:
+        self._verifying = verifying
         self._table: Several[float] = verifying.table_ms(1)
         self._priced = self._table
         """The cost table of this step. No size costs less than the largest tree of other controllers."""
@@ -157,11 +128,9 @@ class Adaptive:
         self._offers_ms: dict[str, float] = {}
         self._step_ms: dict[Call, float] = {}
         self._looked_up_ms = 0.0
-        self._verified_ms = self._late_ms = 0.0
+        self._verified_ms = 0.0
         self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=verifying.largest - 1)
         self._host_ms: dict[tuple[int, str, bool], float] = {}
-        self._plain_share: dict[int, RunningMean] = {}
-        self._after_plain = True
         self._steps, self._probe_at, self._probe_patience = 0, _FIRST_PROBE, _FIRST_PROBE
         self._probed: dict[int, tuple[int, float]] = {}
         self._probes = 0
@@ -192,10 +161,10 @@ class Adaptive:
         """Return the full budget, or none while speculation pauses."""
         state = self._state_of(seq)
         state.weighed, state.probed = None, False
-        if state.waiting > 0:
-            state.waiting -= 1
-            return NO_SPECULATION
-        return self._full if state.lead >= 0 or state.method.lead > -self._most_lost else NO_SPECULATION
+        if state.waiting == 0:
+            return self._full
+        state.waiting -= 1
+        return NO_SPECULATION
 
     def plan(
         self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
@@ -364,17 +333,12 @@ class Adaptive:
         weighed = *state.weighed, self._priced
         return Choice(state.rate, state.gains, state.tried, *weighed, state.probed, state.together, state.least)
 
-    def timed(
-        self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
-    ) -> None:
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """Update the estimated costs of drafter calls and offers."""
         known_ms = self._offers_ms.setdefault(self._methods, offers_ms)
         counted_ms = self._looked_up_ms = _without_outlier(offers_ms, known_ms)
         self._offers_ms[self._methods] = known_ms + FAST * (counted_ms - known_ms)
         self._verified_ms = self._priced[min(nodes, len(self._priced) - 1)]
-        self._late_ms = (
-            0.0 if verified_ms is None else _without_outlier(verified_ms, self._verified_ms) - self._verified_ms
-        )
         self._step_ms = {}
         for call, taken_ms in made_ms.items():
             known_ms = self._made_ms.setdefault(call, taken_ms)
@@ -383,10 +347,9 @@ class Adaptive:
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Update the state of the sequence and the statistics of its method."""
-        state = self._state_of(seq)
-        state.lead = min(state.lead + _RISK * len(outcome.tokens), _MOST_LEAD)
         if not plan.speculates:
             return
+        state: ControllerState = seq.control
         ms = self._verified_ms + self._extra_ms()
         if plan.make is not None:
             if (made := state.offered) is not None:
@@ -396,11 +359,9 @@ class Adaptive:
                     self._depths_of(plan.make.key.drafter, plan.kind).observe(made, outcome.tokens)
                 state.offered = None
             ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
-        lately, steps = state.experience, ms / self._priced[1]
-        won = len(outcome.path) + 1 - (ms + self._late_ms) / self._plain_ms()
-        state.lead = max(state.lead + won, -_MOST_DEBT)  # its upper limit is above
-        state.method.lead = min(state.method.lead + won, _MOST_LEAD)
+        lately = state.experience
         if not state.probed:
+            steps = ms / self._priced[1]
             lately.update(len(outcome.path) + 1, steps, _LEARN if state.pause > 1 else FAST)
             state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
         if lately.tokens < _TOLERANCE * lately.plain_steps:
@@ -409,23 +370,11 @@ class Adaptive:
         else:
             state.pause = 0
 
-    def ended(self, speculated: bool, host_ms: float, verified_ms: float) -> None:
-        """Update the estimated host time of plain and of speculative steps, and the time of plain verifications.
-
-        The first plain step after a speculative one does not count: a draft evicts the verifier's weights from caches.
-        """
+    def ended(self, speculated: bool, host_ms: float) -> None:
+        """Update the estimated host time of plain and of speculative steps."""
         key = self._sequences, self._methods, speculated
         known_ms = self._host_ms.setdefault(key, host_ms)
         self._host_ms[key] += FAST * (_without_outlier(host_ms, known_ms) - known_ms)
-        if not speculated and self._after_plain and verified_ms > 0:
-            share = min(max(verified_ms / self._priced[1], 1 / _ERROR), _ERROR)
-            self._plain_share.setdefault(self._sequences, RunningMean()).update(share)
-        self._after_plain = not speculated
-
-    def _plain_ms(self) -> float:
-        """Return the time of a plain verification after another one; the cost table also has those after drafts."""
-        share = self._plain_share.get(self._sequences)
-        return self._priced[1] * (share.value if share else 1.0)
 
     def _extra_ms(self) -> float:
         """Return the host's extra milliseconds in a speculative step, compared with a plain one.

@@ -53,23 +53,17 @@ class Controller(Protocol):
     def explain(self, seq: Sequence) -> Choice | None:
         """Return the inputs of this step's choice of a tree; None if the controller compares no costs."""
 
-    def timed(
-        self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
-    ) -> None:
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """Record the milliseconds of this step's offers and drafter calls, for the whole batch.
 
-        nodes: of the largest verified tree, its root included.   verified_ms: of the verifier's call; None takes the
-        estimate.
+        nodes: of the largest verified tree, its root included.
         """
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Record the outcome of verifying `tree`. Called after plain steps too."""
 
-    def ended(self, speculated: bool, host_ms: float, verified_ms: float) -> None:
-        """End the step.
-
-        host_ms: its time without the calls of verifier and drafters.   verified_ms: the verifier's call.
-        """
+    def ended(self, speculated: bool, host_ms: float) -> None:
+        """End the step. host_ms: its time without the calls of verifier and drafters."""
 
 
 class BudgetController(Controller):
@@ -119,15 +113,13 @@ class BudgetController(Controller):
     def explain(self, seq: Sequence) -> None:
         """Return None: no costs are compared."""
 
-    def timed(
-        self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
-    ) -> None:
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """Ignore the times."""
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Ignore the outcome."""
 
-    def ended(self, speculated: bool, host_ms: float, verified_ms: float) -> None:
+    def ended(self, speculated: bool, host_ms: float) -> None:
         """Do nothing."""
 
 

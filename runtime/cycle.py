@@ -139,7 +139,7 @@ class Cycle:
     ) -> None:  # fmt: skip
         """Give every sequence its tokens, and report each tree's outcome to its drafter and its controller."""
         if times.speculated:
-            controller.timed(times.offers_ms, times.made_ms, times.nodes, times.verified_ms)
+            controller.timed(times.offers_ms, times.made_ms, times.nodes)
         for seq, plan, tree, outcome in zip(batch, plans, trees, outcomes, strict=True):
             if outcome.error is not None:  # the request ends, and has no whole step to learn from
                 seq.commit(tree, outcome)
@@ -158,11 +158,11 @@ class Cycle:
         )  # fmt: skip
 
     def learn(self, controller: Controller, sequences: int, times: StepTimes) -> None:
-        """Update costs from the verifier's call, and the controller from the whole step."""
+        """Update costs from the verifier's call, and the controller from the host's own time."""
         if self.costs is not None:
             self.costs.observe(sequences, times.nodes, times.verified_ms)
         host_ms = self.ranges.stage(STEP).latest * 1e3 - times.verified_ms - sum(times.made_ms.values())
-        controller.ended(times.speculated, host_ms, times.verified_ms)
+        controller.ended(times.speculated, host_ms)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Move `seq` from slot `source` to slot `target`."""

@@ -25,7 +25,7 @@ from redraft.train.acceptance import Acceptance, greedy_rows
 from redraft.train.batches import Batch, BatchPlan
 from redraft.train.checkpoint import NAME
 from redraft.train.data import parse_sources
-from redraft.train.drafter_log import DrafterLog, read_progress
+from redraft.train.drafter_log import DrafterLog, measures_of, read_progress
 from redraft.train.drafter_run import PROGRESS, TEXTS, draft_vocabulary
 from redraft.train.loop import StepReport, train
 from redraft.train.objectives.lyanna import LyannaObjective
@@ -150,7 +150,7 @@ def train_variant(
     if recipe.drafter.init != "random":
         batches = (plan.batch(step, recipe) for step in range(recipe.steps))
         TRAINING.starts[recipe.drafter.init](found.drafter, texts.verifier, batches)
-    log = DrafterLog(folder / PROGRESS, found, texts.held_out, recipe, texts.report)
+    log = DrafterLog(folder / PROGRESS, found, texts.held_out, recipe, texts.report, measures_of(TRAINING))
     train(found, plan, recipe, folder, identity=texts.identity, resume=(folder / NAME).exists(), report=log)
     measured = read_progress(folder / PROGRESS)
     if not measured:

@@ -56,18 +56,16 @@ class Controllers:
         """Return the choice of the sequence's own controller."""
         return seq.speculation.controller.explain(seq)
 
-    def timed(
-        self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
-    ) -> None:
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """Record the times in every controller."""
         for controller in self._slots:
-            controller.timed(offers_ms, made_ms, nodes, verified_ms)
+            controller.timed(offers_ms, made_ms, nodes)
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Record the outcome in the sequence's own controller."""
         seq.speculation.controller.observe(seq, plan, tree, outcome)
 
-    def ended(self, speculated: bool, host_ms: float, verified_ms: float) -> None:
+    def ended(self, speculated: bool, host_ms: float) -> None:
         """End the step of every controller."""
         for controller in self._slots:
-            controller.ended(speculated, host_ms, verified_ms)
+            controller.ended(speculated, host_ms)

@@ -172,9 +172,7 @@ class Timed(FixedBudget):
         super().__init__(Budget(3, 3, 1))
         self.told: list[tuple[float, dict[Call, float]]] = []
 
-    def timed(
-        self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
-    ) -> None:
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         self.told.append((offers_ms, dict(made_ms)))
 
 

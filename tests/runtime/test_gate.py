@@ -7,9 +7,6 @@ steps. It loses if it brings one token, and pays if it brings four.
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
-
-import pytest
 
 from redraft.runtime.adaptive import LONGEST_PAUSE, Adaptive
 from redraft.runtime.cost import CostCurve, VerifyCosts
@@ -21,9 +18,8 @@ STEEP = CostCurve.from_points({1: 1.0, 2: 2.0, 4: 2.0, 32: 30.0})
 TREE = chain(0.9, 0.9, 0.9)
 
 
-def gated(most_lost: float = inf) -> Adaptive:
-    """Return a controller, without a limit of losses unless a test sets one."""
-    return Adaptive(VerifyCosts.of(STEEP), most_lost)
+def gated() -> Adaptive:
+    return Adaptive(VerifyCosts.of(STEEP))
 
 
 def step(controller: Adaptive, seq: Sequence, accepted: int) -> bool:
@@ -32,9 +28,7 @@ def step(controller: Adaptive, seq: Sequence, accepted: int) -> bool:
     tree = TREE if speculates else chain()
     controller.timed(0.0, {}, len(tree))
     taken = plan(OfferKind.LOOKUP if speculates else OfferKind.NONE, TREE)
-    committed = outcome(tree, accepted if speculates else 0)
-    controller.observe(seq, taken, tree, committed)
-    seq.tokens += committed.tokens
+    controller.observe(seq, taken, tree, outcome(tree, accepted if speculates else 0))
     return speculates
 
 
@@ -96,57 +90,3 @@ def test_a_request_pauses_alone() -> None:
     tries(controller, seq, accepted=0, count=5)
     assert not step(controller, seq, accepted=0)
     assert step(controller, other, accepted=3)
-
-
-def test_a_method_that_has_lost_its_credit_may_lose_a_hundredth_of_each_request() -> None:
-    """A losing try costs one plain step. Three of the first request use up the credit of 3.
-
-    Of the lost steps a request remembers one, so it tries again after 100 tokens, and then after every 100.
-    """
-    controller, first = gated(most_lost=3.0), sequence(limit=10_000)
-    assert tries(controller, first, accepted=0, count=5) == [1, 1, 1, 101, 100]
-    assert tries(controller, sequence(limit=10_000), accepted=0, count=3) == [1, 100, 100]
-
-
-def test_a_limited_method_is_free_again_once_it_has_won_back_what_it_lost() -> None:
-    """A winning try brings 4 tokens for 2 plain steps. The second request wins, so the third one may lose again."""
-    controller = gated(most_lost=3.0)
-    tries(controller, sequence(limit=10_000), accepted=0, count=4)
-    assert tries(controller, sequence(limit=10_000), accepted=3, count=5) == [1] * 5
-    assert tries(controller, sequence(limit=10_000), accepted=0, count=3) == [1, 1, 1]
-
-
-def test_wins_are_remembered_up_to_a_limit() -> None:
-    """However much a method has won, it may lose 8 plain steps of it and its credit before requests are limited."""
-    controller = gated(most_lost=3.0)
-    tries(controller, sequence(limit=10_000), accepted=3, count=200)
-    for _ in range(11):
-        assert step(controller, seq := sequence(), accepted=0)
-    assert step(controller, seq := sequence(), accepted=0)
-    assert not step(controller, seq, accepted=0)
-
-
-def test_losses_count_by_measured_times_and_not_by_the_cost_table() -> None:
-    """By the table each step of four nodes costs two plain steps and brings two tokens: it neither wins nor loses.
-
-    It takes 2.5 ms, and a plain verification after another one 0.8 ms, so it loses 2.5 / 0.8 - 2 = 1.125 plain steps.
-    """
-    controller, seq = gated(), sequence()
-    controller.budget(seq)
-    for _ in range(3):
-        controller.ended(False, 0.0, 0.8)
-    controller.timed(0.0, {}, 4, 2.5)
-    controller.observe(seq, plan(OfferKind.LOOKUP, TREE), TREE, outcome(TREE, 1))
-    assert seq.control.method.lead == pytest.approx(-1.125)
-
-
-def test_the_first_plain_step_after_a_draft_says_nothing_about_plain_steps() -> None:
-    """Its verification is slow, since the draft evicted the verifier's weights from the caches."""
-    controller, seq = gated(), sequence()
-    controller.budget(seq)
-    controller.ended(False, 0.0, 1.0)
-    controller.ended(True, 0.0, 2.0)
-    controller.ended(False, 0.0, 1.2)
-    controller.timed(0.0, {}, 4, 2.0)
-    controller.observe(seq, plan(OfferKind.LOOKUP, TREE), TREE, outcome(TREE, 1))
-    assert seq.control.method.lead == pytest.approx(0.0)
