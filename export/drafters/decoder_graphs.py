@@ -1,4 +1,4 @@
-"""The graphs of a drafter that is a decoder: the verifier's own export, with the best candidates after each row.
+"""The draft graph of a drafter that is a decoder: the verifier's own export, with the best candidates after each row.
 
 draft    one run computes rows of tokens, with their biases if the decoder has steering
 steer    computes these biases from the verifier's hidden states, once a draft
@@ -39,6 +39,7 @@ from redraft.export.drafters.draft_graph import (
 )
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.steering import Steering, steer
+from redraft.export.drafters.steering_graph import parameters_of, write_steering
 from redraft.export.loading import LoadedTensors, check_finite, load_tensors
 from redraft.export.reference import first_layers
 from redraft.export.shapes import decoder_shape
@@ -48,21 +49,12 @@ from redraft.export.weight_files import STORED, Progress, no_progress
 from redraft.export.weights import place
 from redraft.methods.base import Method
 from redraft.methods.chains import DRAWN_LOG_PROB, draft_vocabulary_tables
-from redraft.methods.decoder import (
-    DecoderBuild,
-    DecoderShape,
-    draft_inputs,
-    draft_outputs,
-    steer_inputs,
-    steer_outputs,
-)
-from redraft.names import DRAFT, STEER, WeightRef
+from redraft.methods.decoder import DecoderBuild, DecoderShape, draft_inputs, draft_outputs
+from redraft.names import DRAFT, WeightRef
 from redraft.signatures import VerifierShape
 
 RANDOM_LAYERS = 4
 """Layers of a drafter with random weights."""
-_STEERING = "steering."
-"""Prefix of the parameters of `steering`."""
 
 
 def exporter_of(method: Method[DecoderShape]) -> Exporter:
@@ -180,7 +172,7 @@ def _export(
     shared = verifier.weights if own.shares else ()
     weights = _write(name, traced.model, source, new_names, shared, out, precision, progress)
     if steering is not None:
-        weights += _write_steering(name, steering, shape, source, out, precision, progress)
+        weights += write_steering(name, steering, shape, source, out, precision, progress)
     return ExportedDrafter(shape, precision, weights, write_tables(name, vocabulary.tables(), out))
 
 
@@ -278,20 +270,6 @@ class _Graph(nn.Module):
         return (tokens, log_probs, logits, *updates)
 
 
-class _SteerGraph(nn.Module):
-    """The computation of the graph `steer`, with inputs and outputs in the order of `steer_inputs`, `steer_outputs`."""
-
-    def __init__(self, steering: Steering) -> None:
-        super().__init__()
-        self.steering = steering
-
-    def forward(
-        self, features: list[torch.Tensor], positions: torch.Tensor, last: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        biases = self.steering(torch.cat(features, dim=-1), positions)
-        return biases, tracing.gather_rows(biases, last)
-
-
 def _trace(graph: _Graph, shape: DecoderShape) -> ir.Model:
     b, t, r, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("T", 1), ("R", 1), ("C", 2)))
     tables = draft_vocabulary_tables(shape)
@@ -325,7 +303,7 @@ def _source(
     for shared in (traced.head, traced.embedding):
         shapes.pop(new_names[shared], None)
     if steering is not None:
-        shapes |= {f"{mine}{_STEERING}{key}": size for key, size in parameter_shapes(steering).items()}
+        shapes |= parameters_of(name, steering)
     source = own.source or RandomSource.write(shapes, out, STORED[precision], f"{mine}random")
     return DrafterSource(DrafterSource(source, head) if head else source, verifier.source), new_names
 
@@ -340,22 +318,4 @@ def _write(
     refs = place(model, source, out, precision, progress, file=name, shared=shared)
     finish(model)
     ir.save(model, out / graph_file(name, DRAFT))
-    return refs
-
-
-def _write_steering(
-    name: str, steering: Steering, shape: DecoderShape, source: AnySource, out: Path, precision: Precision,
-    progress: Progress,
-) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Trace and write the graph `steer` and its weights. Returns their places."""
-    rows, dtype = torch.arange(tracing.TRACED_NODES).repeat(tracing.TRACED_BATCH, 1), tracing.TORCH[shape.dtype]
-    features = [torch.zeros(*rows.shape, shape.hidden, dtype=dtype) for _ in shape.hidden_states]
-    b, t = (torch.export.Dim(symbol, min=1) for symbol in ("B", "T"))
-    args, dynamic = (features, rows, rows[:, :1].clone()), ([{0: b, 1: t}] * len(features), {0: b, 1: t}, {0: b})
-    model = tracing.trace_graph(_SteerGraph(steering), args, dynamic, steer_inputs(shape), steer_outputs(shape))
-    passes.simplify(model)
-    rename(model, {f"{_STEERING}{key}": f"{stem(name)}{_STEERING}{key}" for key in parameter_shapes(steering)})
-    refs = place(model, source, out, precision, progress, file=f"{stem(name)}{STEER}")
-    finish(model)
-    ir.save(model, out / graph_file(name, STEER))
     return refs
