@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ class Steering(nn.Module):
     @contextmanager
     def applied(self, biases: torch.Tensor) -> Iterator[None]:
         """Add biases [B, T, S] to the up projections of the decoder that `steer` prepared, inside of a `with`."""
-        token = _CURRENT.set(biases.split(self.sizes, dim=-1))
+        ends = accumulate(self.sizes)  # slices, since TensorRT's parser takes no SplitToSequence
+        parts = [biases[..., end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
+        token = _CURRENT.set(tuple(parts))
         try:
             yield
         finally:
