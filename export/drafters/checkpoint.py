@@ -130,7 +130,7 @@ class DrafterCheckpoint:
         try:
             return from_plain(cls, self.config, str(self.path / CONFIG_FILE))
         except UsageError as error:
-            raise CheckpointError(error.message, error.hint) from None
+            raise CheckpointError(f"{self.path} is a drafter of {self.method}: {error.message}", error.hint) from None
 
     def check_verifier(self, config: DrafterConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError if the drafter was trained for a verifier of another width, tokenizer or weights."""
