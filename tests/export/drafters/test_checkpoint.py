@@ -188,7 +188,10 @@ def test_folder_that_is_no_drafter_is_refused(folder, content):
         DrafterCheckpoint.open(folder)
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [("depth", 3, "is a drafter of lyanna: .*unknown key depth"), ("heads", 3, "3 heads of 8")])
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("depth", 3, "is a drafter of lyanna: .*unknown key depth"), ("heads", 3, "3 heads of 8")],
+)
 def test_configuration_that_does_not_fit_is_refused(folder, key, value, message):
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     values["config"] |= {key: value, "kv_heads": 2}
