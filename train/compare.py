@@ -38,10 +38,16 @@ FACTS, RESULTS = "compare.json", "results.json"
 
 @dataclass(frozen=True)
 class RunTable:
-    """One drafter of a comparison. drafter: settings of its recipe's table that are not the method's own."""
+    """One drafter of a comparison.
+
+    drafter:  settings of its recipe's table that are not the method's own.
+    schedule: its recipe, if not the comparison's.   start: an earlier run whose weights it begins with.
+    """
 
     method: str
     drafter: Mapping[str, Any] = field(default_factory=dict)
+    schedule: str = ""
+    start: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,12 @@ class CompareRecipe:
         for name in self.runs:
             if not name or "/" in name or name.startswith("."):
                 raise UsageError(f"{name!r} cannot be the name of a run's folder")
+        names = list(self.runs)
+        for place, (name, run) in enumerate(self.runs.items()):
+            if run.start and run.start not in names[:place]:
+                raise UsageError(
+                    f"the run {name!r} cannot start from {run.start!r}", "name a run that the comparison has before it"
+                )
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
@@ -94,12 +106,20 @@ class CompareRecipe:
     def recipe_of(self, name: str, seed: int) -> DrafterRecipe:
         """Return the recipe of a run."""
         run = self.runs[name]
-        values, source = read_recipe(self.schedule)
+        schedule = run.schedule or self.schedule
+        values, source = read_recipe(schedule)
         table = {**values.get("drafter", {}), **self.drafter, **run.drafter}
         recipe: DrafterRecipe = find_method(run.method).recipe.from_dict({**values, "drafter": table}, source)
         if recipe.method != run.method:
-            raise UsageError(f"the schedule {self.schedule} is for {recipe.method}, not {run.method}")
+            raise UsageError(f"the schedule {schedule} is for {recipe.method}, not {run.method}")
         return recipe.with_options(self.steps or None, seed)
+
+    def texts_of(self, name: str) -> str:
+        """Return the folder of the texts that the verifier writes for a run: one for all runs with equal settings."""
+        first, *_ = self.runs
+        settings = {run: self.recipe_of(run, self.seeds[0]).self_text for run in self.runs}
+        writer = next(run for run in self.runs if settings[run] == settings[name])
+        return TEXTS if writer == first else f"{TEXTS}.{writer}"
 
 
 @dataclass(frozen=True)
@@ -159,7 +179,8 @@ def train_all(
             if not _finished(folder):
                 begun(name, seed)
                 train_drafter(
-                    run.method, verifier, sources, folder, own, texts=texts, kept=out / TEXTS, device=device,
+                    run.method, verifier, sources, folder, own, texts=texts, kept=out / recipe.texts_of(name),
+                    start=_folder(out, run.start, seed) if run.start else None, device=device,
                     dtype=dtype, resume=(folder / checkpoint.NAME).exists(), checkpoint_every=checkpoint_every,
                     report=report,
                 )  # fmt: skip
@@ -259,10 +280,17 @@ def _result(name: str, seed: int, method: str, folder: Path) -> Result:
 
 
 def chosen(recipe: CompareRecipe, names: Sequence[str], seeds: Sequence[int]) -> CompareRecipe:
-    """Return the recipe with these runs and seeds alone; none means all. Raises UsageError for an unknown run."""
+    """Return the recipe with these runs, those that they start from, and seeds alone; none means all.
+
+    Raises UsageError for an unknown run.
+    """
     if unknown := [name for name in names if name not in recipe.runs]:
         raise UsageError(f"the comparison has no run {unknown[0]!r}", f"its runs are {'; '.join(recipe.runs)}")
-    runs = {name: run for name, run in recipe.runs.items() if not names or name in names}
+    wanted = set(names or recipe.runs)
+    for name, run in reversed(recipe.runs.items()):  # a run starts from an earlier one
+        if name in wanted and run.start:
+            wanted.add(run.start)
+    runs = {name: run for name, run in recipe.runs.items() if name in wanted}
     return replace(recipe, runs=runs, seeds=tuple(seeds) or recipe.seeds, tables={} if names else recipe.tables)
 
 

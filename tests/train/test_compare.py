@@ -16,6 +16,8 @@ from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, results
 from redraft.train.drafter_log import read_progress
 from redraft.train.drafter_run import PROGRESS, TEXTS
 from redraft.train.objectives.feature_drafter import MEASURED
+from redraft.train.run_facts import RunFacts
+from redraft.train.trained_drafter import TrainedDrafter
 
 SCHEDULE = """
 steps = 4
@@ -200,7 +202,54 @@ def test_some_runs_and_seeds_may_be_chosen(config):
         chosen(recipe, ("third",), ())
 
 
-@pytest.mark.parametrize("name", ["compare", "compare-tiny", "compare-smollm2"])
+STUDENTS = """
+schedule = "SCHEDULE"
+
+[runs.pretrained]
+method = "draft_model"
+schedule = "PLAIN"
+
+[runs.steered]
+method = "steered"
+start = "pretrained"
+"""
+
+
+@pytest.fixture
+def students(tmp_path):
+    """A comparison whose second run starts from its first, which has a schedule and texts of its own."""
+    layers = "\n[drafter]\nlayers = [0]\n"
+    (tmp_path / "schedule.toml").write_text(SCHEDULE + layers)
+    (tmp_path / "plain.toml").write_text(
+        SCHEDULE.replace("rows = 12", "rows = 8").replace("lr = 0.003", "lr = 0.1") + layers
+    )
+    text = STUDENTS.replace("SCHEDULE", str(tmp_path / "schedule.toml")).replace("PLAIN", str(tmp_path / "plain.toml"))
+    (tmp_path / "students.toml").write_text(text)
+    return tmp_path / "students.toml"
+
+
+def test_a_run_starts_from_an_earlier_one_with_its_own_schedule_and_texts(verifier_folder, prose, students, tmp_path):
+    recipe, out = CompareRecipe.load(str(students)), tmp_path / "out"
+    assert [recipe.recipe_of(name, 0).lr for name in recipe.runs] == [0.1, 0.003]
+    train_all(recipe, verifier_folder, prose, out)
+    assert (out / TEXTS).is_dir()
+    assert (out / f"{TEXTS}.steered").is_dir()
+    started = RunFacts.read(out / "steered.0")
+    assert started is not None
+    assert started.start == TrainedDrafter.open(out / "pretrained.0").digest()
+
+
+def test_a_chosen_run_brings_the_run_that_it_starts_from(students):
+    assert list(chosen(CompareRecipe.load(str(students)), ("steered",), ()).runs) == ["pretrained", "steered"]
+
+
+def test_a_run_cannot_start_from_a_later_or_unknown_one(students):
+    students.write_text(students.read_text().replace('"pretrained"', '"steered"'))
+    with pytest.raises(UsageError, match=r"'steered' cannot start from 'steered'; name a run that .* before it"):
+        CompareRecipe.load(str(students))
+
+
+@pytest.mark.parametrize("name", ["compare", "compare-tiny", "compare-smollm2", "compare-students-tiny"])
 def test_our_comparisons_are_valid(name):
     assert len(CompareRecipe.load(name).runs) >= 5
 
