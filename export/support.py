@@ -163,8 +163,9 @@ def logit_scale(config: Any) -> float:
 
 def check_hidden_states(hidden_states: tuple[str, ...], layers: int) -> None:
     """Raise UsageError on a hidden state that the model does not have."""
+    known = {names.LAST_HIDDEN_STATE, *map(str, range(layers))}
     for hidden_state in hidden_states:
-        if hidden_state != names.LAST_HIDDEN_STATE and not (hidden_state.isdigit() and int(hidden_state) < layers):
+        if hidden_state not in known:
             raise UsageError(
                 f"unknown hidden state {hidden_state!r}",
                 f"use {names.LAST_HIDDEN_STATE}, or a layer from 0 to {layers - 1}",

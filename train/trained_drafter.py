@@ -65,7 +65,8 @@ class TrainedDrafter:
                 f"{self.path} was trained for another verifier", "give a --start that was trained for this --verifier"
             )
         wanted, found = asdict(config), asdict(self.config)
-        for name in (name for name in found if name in wanted and name not in _OWN):
+        own = _OWN | self.method.measures.keys()  # a run has no measurement before its first step
+        for name in (name for name in found if name in wanted and name not in own):
             if found[name] != wanted[name]:
                 raise CheckpointError(
                     f"{self.path} has another {name}: expected {_short(wanted[name])}, found {_short(found[name])}",

@@ -16,8 +16,7 @@ from redraft.errors import CheckpointError
 from redraft.export import support
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.shapes import decoder_shape
-
-MOST_HEADS = 16
+from redraft.methods.medusa import MOST_HEADS
 
 
 @dataclass(frozen=True, kw_only=True)

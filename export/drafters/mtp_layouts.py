@@ -10,7 +10,8 @@
 L is the verifier's number of layers, E the next token's embedding, h the hidden state. All but MiMo's last column is
 what transformers (`MtpModel`), vLLM and SGLang compute. MiMo's is its authors' vLLM code; SGLang norms that state too.
 
-Step i + 1 reads the state that step i predicted, of the same kind as the verifier's. No row is masked: vLLM zeroes the
+Step i + 1 reads the state that step i predicted, of the same kind as the verifier's. vLLM differs there: DeepSeek-V3's
+next step reads the state before the module's norm, and MiMo's the one after it. No row is masked: vLLM zeroes the
 embedding at position 0, training does not.
 """
 

@@ -179,6 +179,11 @@ def read_states(path: Path, verifier: AnyCheckpoint) -> tuple[str, ...] | None:
     if checkpoint.is_plain_checkpoint(path):
         return None
     states = DrafterCheckpoint.open(path).config.get("hidden_states")
+    if states and not (isinstance(states, list) and all(isinstance(state, str) for state in states)):
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: config.hidden_states must be a list of names, not {states!r}",
+            "give a folder that `redraft train publish` wrote",
+        )
     return tuple(states) if states else None
 
 

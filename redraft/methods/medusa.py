@@ -31,6 +31,8 @@ from redraft.methods.chains import (
 from redraft.names import DRAFT, Dtype, TensorSpec
 from redraft.records import PositiveInt
 
+MOST_HEADS = 16
+"""Most heads of a drafter."""
 MOST_NODES = 255
 """Most nodes of a tree, without its root."""
 Node = tuple[int, ...]
@@ -56,6 +58,8 @@ class MedusaBuild(BuildOptions):
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
             raise UsageError(f"nodes must be a number from 1 to {MOST_NODES}, not {self.nodes}")
+        if self.steps is not None and self.steps > MOST_HEADS:
+            raise UsageError(f"steps must be a number from 1 to {MOST_HEADS}, not {self.steps}")
 
 
 @dataclass(frozen=True)

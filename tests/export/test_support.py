@@ -82,7 +82,7 @@ def test_context_past_the_limit(tmp_path):
         export_config(tmp_path, {"model_type": "llama"}, max_model_len=500)
 
 
-@pytest.mark.parametrize("hidden_state", ["3", "first", "-1"])
+@pytest.mark.parametrize("hidden_state", ["3", "first", "-1", "01", "²"])
 def test_unknown_tap(tmp_path, hidden_state):
     with pytest.raises(UsageError, match="unknown hidden state"):
         export_config(tmp_path, {"model_type": "llama"}, hidden_states=(hidden_state,))

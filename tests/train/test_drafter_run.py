@@ -142,6 +142,19 @@ def test_texts_are_kept_if_the_configuration_has_lists(verifier_folder, two, tmp
         assert ("code.train.0" in end.written) == written
 
 
+def test_a_run_may_begin_with_published_medusa_heads(verifier_folder, two, tmp_path):
+    """Their measured accuracies are no part of their form."""
+    fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
+    recipe = find_method("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
+    train_drafter("medusa", verifier_folder, two, tmp_path / "first", replace(recipe, steps=2))
+    publish_drafter(tmp_path / "first", tmp_path / "heads")
+    start = tmp_path / "heads"
+    train_drafter("medusa", verifier_folder, two, tmp_path / "second", replace(recipe, steps=1), start=start)
+    other = replace(recipe, drafter=replace(recipe.drafter, heads=3))
+    with pytest.raises(CheckpointError, match="has another heads: expected 3, found 4; give a --start"):
+        train_drafter("medusa", verifier_folder, two, tmp_path / "third", other, start=start)
+
+
 def test_an_interrupted_write_leaves_no_text(verifier_folder, two, tmp_path, monkeypatch):
     def torn(file, array):
         file.write(b"half")

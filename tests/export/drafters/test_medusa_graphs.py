@@ -261,6 +261,8 @@ def test_trees_that_the_heads_do_not_cover(changed: dict[str, object], options: 
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="nodes must be a number from 1 to 255, not 256"):
         MedusaBuild(nodes=256)
+    with pytest.raises(UsageError, match="steps must be a number from 1 to 16, not 17"):
+        MedusaBuild(steps=17)
     with pytest.raises(CheckpointError, match="heads must be a number from 1 to 16, not 17"):
         replace(CONFIG, heads=17)
     with pytest.raises(CheckpointError, match="rank_accuracies must be shares from 0 to 1"):

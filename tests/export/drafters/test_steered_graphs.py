@@ -23,6 +23,7 @@ from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from redraft.export.drafters.draft_model_graphs import EXPORTER as UNSTEERED
+from redraft.export.drafters.published import read_states
 from redraft.export.drafters.steered_graphs import EXPORTER
 from redraft.export.support import load_config
 from redraft.methods.decoder import draft_inputs, draft_outputs, steer_inputs, steer_outputs
@@ -167,6 +168,16 @@ def test_steering_belongs_to_its_verifier_and_its_student(little_verifier: Verif
     values["config"]["hidden_states"] = ["last", "7"]
     (tmp_path / "other" / "config.json").write_text(json.dumps(values))
     assert "the verifier's graph does not output hidden state '7'" in line(tmp_path / "other")
+
+
+@pytest.mark.parametrize("named", [5, "21", [2, 1], {"2": 1}])
+def test_hidden_states_that_are_no_list_of_names(named: object, little_verifier: Verifier, tmp_path: Path) -> None:
+    save(tmp_path / "it", little_verifier)
+    values = json.loads((tmp_path / "it" / "config.json").read_text())
+    values["config"]["hidden_states"] = named
+    (tmp_path / "it" / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="hidden_states must be a list of names, not"):
+        read_states(tmp_path / "it", little_verifier.checkpoint)
 
 
 def test_a_chain_is_at_most_as_long_as_any_decoders() -> None:
