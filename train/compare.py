@@ -287,7 +287,7 @@ def chosen(recipe: CompareRecipe, names: Sequence[str], seeds: Sequence[int]) ->
     if unknown := [name for name in names if name not in recipe.runs]:
         raise UsageError(f"the comparison has no run {unknown[0]!r}", f"its runs are {'; '.join(recipe.runs)}")
     wanted = set(names or recipe.runs)
-    for name, run in reversed(recipe.runs.items()):  # a run starts from an earlier one
+    for name, run in reversed(list(recipe.runs.items())):  # a run starts from an earlier one
         if name in wanted and run.start:
             wanted.add(run.start)
     runs = {name: run for name, run in recipe.runs.items() if name in wanted}
