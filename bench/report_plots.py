@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.bench.plots import COLOURS, figure, saved
-from redraft.bench.report import ALL
+from redraft.bench.report_runs import ALL
 
 _MARKERS = "osD^vPX*<>"
 

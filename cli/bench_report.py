@@ -39,7 +39,7 @@ def parse_report(
             "leave them out",
         )
     from redraft.bench.report import check_report
-    from redraft.bench.report import trained as read_trained
+    from redraft.bench.report_trained import trained as read_trained
 
     check_report()
     try:

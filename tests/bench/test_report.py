@@ -13,9 +13,11 @@ import pytest
 from redraft.bench import report
 from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
-from redraft.bench.report import by_depth, over_seeds, pairs, speeds, trained
 from redraft.bench.report_page import write_page
 from redraft.bench.report_plots import draw
+from redraft.bench.report_runs import pairs, speeds, tokens_a_step
+from redraft.bench.report_traces import by_depth
+from redraft.bench.report_trained import over_seeds, trained
 from redraft.errors import UsageError
 from redraft.runtime import Generation, SamplingParams
 from redraft.runtime.metrics import Metrics
@@ -60,8 +62,8 @@ def test_figures_by_depth_are_of_the_chains(monkeypatch: pytest.MonkeyPatch, wit
         return used.setdefault("depth", runtime) and {name: {} for name in names}
 
     monkeypatch.setattr(report, "compare", compared)
-    monkeypatch.setattr(report, "_depths", depths)
-    monkeypatch.setattr(report, "_costs", lambda *given: {})
+    monkeypatch.setattr(report, "depths", depths)
+    monkeypatch.setattr(report, "costs", lambda *given: {})
     manifest: Any = SimpleNamespace(drafters={})
     found = report.measure(
         engines, manifest, [], ["none", "first", "second"], Settings(SamplingParams()), lambda settings: None,
@@ -92,7 +94,7 @@ def test_looping_outputs_take_no_part() -> None:
     looping = run(0, generation(60, 900, LOOP), generation(0, 1, LOOP), LOOP)
     runs = [looping, *(run(n, generation(6, 100), generation(6, 100)) for n in range(1, 7))]
     assert pairs(runs, ["first", "second"])[0]["tau"] == pytest.approx(0)
-    assert report._tokens_a_step(runs, "first")["all"] == {"tau": 2.0, "interval": (2.0, 2.0), "prompts": 6}
+    assert tokens_a_step(runs, "first")["all"] == {"tau": 2.0, "interval": (2.0, 2.0), "prompts": 6}
 
 
 def test_acceptance_and_misaligned_tokens_by_depth_worked_by_hand() -> None:
