@@ -12,12 +12,12 @@ from typing import Any
 
 from redraft.bench.compare import PLAIN, Run, Settings, compare
 from redraft.bench.prompts import Prompt
-from redraft.bench.report_runs import pairs, speeds, tokens_a_step
+from redraft.bench.report_runs import against, pairs, speeds, stages, tokens_a_step
 from redraft.bench.report_sizes import costs, drafter_sizes
-from redraft.bench.report_traces import depths
+from redraft.bench.report_traces import by_position, depths, estimates, traced
 from redraft.bench.summary import summarise
 from redraft.bench.turns import Report
-from redraft.engines.manifest import Manifest
+from redraft.engines import Bundle
 from redraft.errors import UsageError
 from redraft.runtime import Runtime
 
@@ -36,15 +36,21 @@ def check_report() -> None:
 
 
 def measure(
-    runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
+    runtime: Runtime, bundle: Bundle, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
     margin_finder: Callable[[Settings], MarginOf], report: Report, chains: Runtime | None = None,
+    baseline: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the figures of a report, without those of trained comparisons.
 
     settings: its temperature is replaced by each of TEMPERATURES.   margin_finder: see `summarise`.
     chains: engines of the same model whose drafters draft chains, for the figures by depth; None takes `runtime`.
+    baseline: the drafter that others are compared with; None for no such table.
+    Raises UsageError for a baseline that is not measured.
     """
     found: dict[str, Any] = {"methods": [name for name in methods if name != PLAIN], "temperatures": {}}
+    if baseline is not None and baseline not in found["methods"]:
+        raise UsageError(f"--baseline {baseline!r} is not among the methods", f"one of {', '.join(found['methods'])}")
+    found["baseline"] = baseline
     for temperature in TEMPERATURES:
         now = replace(settings, params=replace(settings.params, temperature=temperature))
         runs = compare(runtime, prompts, methods, now, _prefixed(report, f"temperature {temperature:g}"))
@@ -53,14 +59,19 @@ def measure(
             "speeds": {name: speeds(runs, name) for name in found["methods"]},
             "tokens_a_step": {name: tokens_a_step(runs, name) for name in found["methods"]},
             "pairs": pairs(runs, found["methods"]),
+            "against": against(runs, found["methods"], baseline) if baseline else {},
+            "stages": stages(runs, found["methods"]),
         }
         if not temperature:
             measured = runtime if chains is None else chains
             there = [name for name in found["methods"] if name in measured.methods]
             found["depths"] = depths(measured, runs, there, now, report)
+            traces = traced(runtime, runs, found["methods"], now, report)
+            found["positions"] = {name: by_position(lines) for name, lines in traces.items()}
+            found["estimates"] = {name: estimates(lines) for name, lines in traces.items()}
             report("costs")
             found["costs"] = costs(runtime, runs, found["methods"])
-    return {**found, "sizes": drafter_sizes(manifest, found["methods"])}
+    return {**found, "sizes": drafter_sizes(bundle, found["methods"])}
 
 
 def _prefixed(report: Report, prefix: str) -> Report:

@@ -21,6 +21,8 @@ from redraft.bench.statistics import CONFIDENCE, FEWEST_VALUES, RESAMPLES
 from redraft.bench.summary import FEWEST_TOKENS
 
 ALL = "all"
+STAGES = ("draft", "resample", "verify", "host")
+"""Stages of a step in `Metrics.stage_ms`; `host` is the rest."""
 Interval = tuple[float, float] | None
 
 
@@ -78,7 +80,7 @@ def _sums(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, list[_Sums]]
     return found
 
 
-def _by_kind(runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
+def by_kind(runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
     """Return all runs, and those of each kind of prompt."""
     kinds = sorted({run.prompt.kind for run in runs})
     return {ALL: runs, **{kind: [run for run in runs if run.prompt.kind == kind] for kind in kinds}}
@@ -87,7 +89,7 @@ def _by_kind(runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
 def speeds(runs: Sequence[Run], method: str) -> dict[str, Any]:
     """Return the median over prompts of speed over plain decoding, with its interval, by kind and over all."""
     found = {}
-    for kind, some in _by_kind(runs).items():
+    for kind, some in by_kind(runs).items():
         sums = _sums(some, [PLAIN, method])
         ratios = [a.token_seconds / b.token_seconds for a, b in zip(sums[PLAIN], sums[method], strict=True)]
         if ratios:
@@ -106,7 +108,7 @@ def _columns(sums: Sequence[_Sums]) -> tuple[list[float], list[float]]:
 def tokens_a_step(runs: Sequence[Run], method: str) -> dict[str, Any]:
     """Return τ with its interval, by kind and over all: the tokens of a step, the verifier's own included."""
     found = {}
-    for kind, some in _by_kind(runs).items():
+    for kind, some in by_kind(runs).items():
         accepted, steps = _columns(_sums(some, [method])[method])
         if accepted:
             tau = float(_tau(np.array(accepted), np.array(steps)))
@@ -136,4 +138,38 @@ def pairs(runs: Sequence[Run], methods: Sequence[str]) -> list[dict[str, Any]]:
             "speed": median(ratios), "speed_interval": interval(np.median, ratios),
             "separate": tau is not None and not tau[0] <= 0 <= tau[1],
         })  # fmt: skip
+    return found
+
+
+def against(runs: Sequence[Run], methods: Sequence[str], baseline: str) -> dict[str, Any]:
+    """Return τ of every method, and its speed over the baseline's, by method and kind (SD², tables 1 and 3).
+
+    baseline: the method that the others are compared with; its own speed is 1.
+    `tau` is the mean number of tokens a step over all prompts. `speed` is the median over prompts of the ratio of the
+    time a token, without a unit, the tables' α. Both have their intervals over prompts.
+    """
+    found: dict[str, Any] = {name: {} for name in methods}
+    for kind, some in by_kind(runs).items():
+        sums = _sums(some, list(dict.fromkeys((*methods, baseline))))
+        for name in methods if sums[baseline] else ():
+            pair = zip(sums[baseline], sums[name], strict=True)
+            ratios = [base.token_seconds / own.token_seconds for base, own in pair]
+            accepted, steps = _columns(sums[name])
+            found[name][kind] = {
+                "tau": float(_tau(np.array(accepted), np.array(steps))), "interval": interval(_tau, accepted, steps),
+                "speed": median(ratios), "speed_interval": interval(np.median, ratios),
+            }  # fmt: skip
+    return found
+
+
+def stages(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the mean milliseconds of a verification step by method and stage: draft, resample, verify, and the rest.
+
+    Plain decoding is among the methods. It is how Lyanna's Figure 13b splits a draft's time, for whole steps.
+    """
+    found = {}
+    for name in (PLAIN, *methods):
+        metrics = [run.generations[name].metrics for run in runs]
+        steps = max(sum(one.num_steps for one in metrics), 1)
+        found[name] = {stage: sum(one.stage_ms[stage] for one in metrics) / steps for stage in STAGES}
     return found

@@ -1,23 +1,28 @@
-"""What the traces of runs say: acceptance by depth of drafted chains.
+"""Figures from the traces of runs: acceptance by depth, accepted tokens by position, and the controller's estimates.
 
-Acceptance and misaligned tokens by depth are those of GRIFFIN's Figure 1c.
+Acceptance and misaligned tokens by depth are those of GRIFFIN's Figure 1c; acceptance by depth is also Lyanna's
+table 1. Accepted tokens by position in the output are SD²'s Figure 5.
 """
 
 from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from redraft.bench.compare import Run, Settings
+from redraft.bench.compare import Run, Settings, speculation
 from redraft.bench.turns import Report
 from redraft.runtime import Budget, Runtime, SpeculationParams
+from redraft.runtime.trace import replay
 
 CHAIN = 5
 """Depth of the drafts whose acceptance is measured by depth, as in GRIFFIN's Figure 1c."""
+BIN = 16
+"""Positions of the output that make one point of SD²'s Figure 5."""
 
 
 def depths(
@@ -69,4 +74,63 @@ def by_depth(lines: Sequence[str], texts: Sequence[Sequence[int]]) -> dict[str, 
         "drafts": drafts.tolist(),
         "conditional": [float(r / b) for r, b in zip(right, before, strict=True) if b],
         "misaligned": [float(w / d) for w, d in zip(wrong, drafts, strict=True) if d],
+    }
+
+
+def traced(
+    runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings, report: Report
+) -> dict[str, list[list[str]]]:
+    """Return by method the lines of a trace of every run whose text does not loop.
+
+    Each run is decoded once more, as it was measured but not timed, since writing a trace takes time.
+    """
+    found: dict[str, list[list[str]]] = {}
+    for name in methods:
+        report(f"traces of {name}")
+        found[name] = []
+        for run in runs:
+            if run.loops:
+                continue
+            file = io.StringIO()
+            runtime.generate([run.token_ids], settings.params, speculation(name, settings), trace=file)
+            found[name].append(file.getvalue().splitlines())
+    return found
+
+
+def by_position(traces: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return the accepted drafted tokens of a block by position in the output, in bins of BIN (SD², Figure 5).
+
+    traces: of one request each.
+    A block is what one verification adds, and its position is that of its last token, 0 for the output's first token.
+    `position` is the middle of a bin, `accepted` the mean over its `blocks`. A bin without blocks is left out.
+    """
+    blocks, accepted = Counter[int](), Counter[int]()
+    for lines in traces:
+        prompt = 0
+        for line in map(json.loads, lines):
+            prompt = len(line["prompt"]) if "prompt" in line else prompt
+            if "position" in line:
+                place = (line["position"] + len(line["committed"]) - prompt) // BIN
+                blocks[place] += 1
+                accepted[place] += len(line["path"])
+    return [
+        {"position": place * BIN + BIN // 2, "accepted": accepted[place] / blocks[place], "blocks": blocks[place]}
+        for place in sorted(blocks)
+    ]
+
+
+def estimates(traces: Sequence[Sequence[str]]) -> dict[str, Any] | None:
+    """Return tokens a step that the controller's estimates promised, and those that the same steps brought.
+
+    traces: of one request each.   steps: those whose size the controller chose by cost. Returns None without any.
+    Raises DataError for a trace that does not follow from its own lines.
+    """
+    played = [replay(lines) for lines in traces]
+    steps = sum(one.weighed for one in played)
+    if not steps:
+        return None
+    return {
+        "predicted": 1 + sum(sum(one.expected.values()) for one in played) / steps,
+        "measured": 1 + sum(one.kept.total() for one in played) / steps,
+        "steps": steps,
     }

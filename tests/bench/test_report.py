@@ -63,6 +63,7 @@ def test_figures_by_depth_are_of_the_chains(monkeypatch: pytest.MonkeyPatch, wit
 
     monkeypatch.setattr(report, "compare", compared)
     monkeypatch.setattr(report, "depths", depths)
+    monkeypatch.setattr(report, "traced", lambda *given: {})
     monkeypatch.setattr(report, "costs", lambda *given: {})
     manifest: Any = SimpleNamespace(drafters={})
     found = report.measure(
