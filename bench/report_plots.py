@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from redraft.bench.compare import PLAIN
 from redraft.bench.plots import COLOURS, figure, saved
 from redraft.bench.report_runs import ALL, STAGES
 
@@ -130,9 +131,10 @@ def _stages(stages: Mapping[str, Mapping[str, float]], title: str, folder: Path)
     """Draw the milliseconds of a step by method as stacked stages, after Lyanna's Figure 13b."""
     drawn, axes = figure(8, 4)
     below = [0.0] * len(stages)
+    names = ["plain" if name == PLAIN else name for name in stages]
     for stage, colour in zip(STAGES, COLOURS, strict=False):
         heights = [each[stage] for each in stages.values()]
-        axes.bar(list(stages), heights, 0.7, bottom=below, color=colour, label=_STAGE_LABELS.get(stage, stage))
+        axes.bar(names, heights, 0.7, bottom=below, color=colour, label=_STAGE_LABELS.get(stage, stage))
         below = [low + height for low, height in zip(below, heights, strict=True)]
     axes.tick_params(axis="x", labelrotation=20)
     axes.set(ylabel="ms a step", title=f"{title}, temperature 0", ylim=(0, None))
