@@ -115,7 +115,7 @@ def comparison(tmp_path: Path) -> Path:
                 "acceptance": {"a": [0.5, 0.25], "b": [0.7, 0.35]}, "wide": {"a": [0.9]},
                 "chain_tokens": {"a": tau, "b": tau + 1}}  # fmt: skip
 
-    table = {"runs": ["one", "two", "three"], "curve": True}
+    table = {"runs": ["one", "two", "three"], "curve": True, "progress": True}
     about = {"verifier": "model", "schedule": "s", "tables": {"A table": table}}
     (folder / "compare.json").write_text(json.dumps(about))
     results = [result("one", 0, 2.0), result("one", 1, 2.2), result("two", 0, 2.5)]
@@ -254,3 +254,23 @@ def test_the_page_needs_no_other_file(tmp_path: Path, comparison: Path) -> None:
     ):
         assert shown in text
     assert all(path.stat().st_size > 1000 for some in pictures.values() for path in some)
+
+
+def test_the_page_has_tests_over_seeds_and_a_picture_of_progress(tmp_path: Path, comparison: Path) -> None:
+    """The page takes a picture by the place of its table, of those with rows."""
+    results = json.loads((comparison / "results.json").read_text())
+    results += [{**one, "name": "three", "chain_tokens": {kind: 9 + one["seed"] / 10 for kind in "ab"}} for one in results[:2]]
+    progress = [{"step": n, "chain_tokens": {"a": 1.5 + n}, "accuracy": {"a": 0.5}} for n in (10, 20)]
+    (comparison / "results.json").write_text(json.dumps([{**one, "progress": progress} for one in results]))
+    about = json.loads((comparison / "compare.json").read_text())
+    about["tables"] = {"Empty": {"runs": ["gone"], "progress": True}, **about["tables"]}
+    (comparison / "compare.json").write_text(json.dumps(about))
+    found = figures(comparison)
+    pictures = draw(found, "a title", tmp_path)
+    text = write_page(found, pictures, tmp_path).read_text(encoding="utf-8")
+    assert "progress-0" in pictures
+    assert text.count("<svg") == len(pictures) == 9
+    (p,) = [row["welch"]["a"]["p"] for row in found["trained"][0]["tables"][1]["rows"] if row["welch"]]
+    assert p < 0.05
+    assert f"<b>{p:.3f}</b>" in text
+    assert "Welch" in text
