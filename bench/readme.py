@@ -80,7 +80,7 @@ def _speed(report: Mapping[str, Any], temperature: str, name: str) -> str:
     if not found:
         return "-"
     bounds: Sequence[float] | None = found["interval"]
-    return f"{found['speed']:.2f}" + (f" ({interval_text(*bounds)})" if bounds else "")
+    return f"{found['speed']:.2f}" + (f" ({interval_text(bounds[0], bounds[1])})" if bounds else "")
 
 
 def _read(path: Path) -> dict[str, Any]:

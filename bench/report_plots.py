@@ -39,12 +39,13 @@ def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[
         }
         if curves:
             made[f"passes{number or ''}"] = _curves(curves, title, folder, f"passes{number or ''}")
-        for place, table in enumerate(table for table in one["tables"] if table["rows"]):
+        tables = [table for table in one["tables"] if table["rows"]]
+        for place, table in enumerate(tables):
             if table.get("progress") and any(row["progress"] for row in table["rows"]):
                 name = progress_name(number, place)
                 made[name] = _progress(table["rows"], f"{title}: {table['title']}", folder, name)
         name = f"trained{number or ''}"
-        rows = {row["run"]: row for row in one["tables"][0]["rows"]} if one["tables"] else one["runs"]
+        rows = {row["run"]: row for row in tables[0]["rows"]} if tables else one["runs"]
         made[name] = _lines(
             {run: [share["mean"] for share in row["depths"]] for run, row in rows.items()},
             "acceptance, given the tokens before", f"{title}, held-out texts", folder, name,

@@ -259,7 +259,8 @@ def test_the_page_needs_no_other_file(tmp_path: Path, comparison: Path) -> None:
 def test_the_page_has_tests_over_seeds_and_a_picture_of_progress(tmp_path: Path, comparison: Path) -> None:
     """The page takes a picture by the place of its table, of those with rows."""
     results = json.loads((comparison / "results.json").read_text())
-    results += [{**one, "name": "three", "chain_tokens": {kind: 9 + one["seed"] / 10 for kind in "ab"}} for one in results[:2]]
+    for seed, tokens in enumerate((9.0, 9.1)):
+        results.append({**results[0], "name": "three", "seed": seed, "chain_tokens": {"a": tokens, "b": tokens}})
     progress = [{"step": n, "chain_tokens": {"a": 1.5 + n}, "accuracy": {"a": 0.5}} for n in (10, 20)]
     (comparison / "results.json").write_text(json.dumps([{**one, "progress": progress} for one in results]))
     about = json.loads((comparison / "compare.json").read_text())
