@@ -8,6 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from redraft.bench.controllers import tables
+from redraft.bench.peers.table import ratio_rows, speed_rows
+from redraft.bench.report_plots import progress_name
+from redraft.bench.report_trained import SIGNIFICANT
 from redraft.errors import UsageError
 
 PAGE, FIGURES = "report.html", "report.json"
@@ -22,7 +26,14 @@ def write_page(report: Mapping[str, Any], pictures: Mapping[str, Sequence[Path]]
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"bounds": _bounds, "megabytes": lambda size: f"{size / 1e6:.1f} MB"}
+    filters: dict[str, Any] = {
+        "bounds": _bounds,
+        "megabytes": _megabytes,
+        "controller_tables": tables,
+        "peer_tables": _peer_tables,
+    }
+    environment.filters |= filters
+    environment.globals |= {"progress_name": progress_name, "SIGNIFICANT": SIGNIFICANT}
     drawn = {
         name: _inline(next(path for path in paths if path.suffix == ".svg"), name) for name, paths in pictures.items()
     }
@@ -32,6 +43,17 @@ def write_page(report: Mapping[str, Any], pictures: Mapping[str, Sequence[Path]]
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", "give another folder") from None
     return path
+
+
+def _peer_tables(peers: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Return titles and rows of the tables of peers, headers first."""
+    speeds = f"Milliseconds a token: medians over {peers['prompts']} prompts"
+    return [(speeds, speed_rows(peers)), ("Speed of redraft over the best mode of a peer", ratio_rows(peers))]
+
+
+def _megabytes(size: int) -> str:
+    """Return bytes as text."""
+    return f"{size / 1e6:.1f} MB"
 
 
 def _bounds(interval: Sequence[float] | None, digits: int = 2) -> str:

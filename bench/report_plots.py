@@ -7,10 +7,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from redraft.bench.compare import PLAIN
 from redraft.bench.plots import COLOURS, figure, saved
-from redraft.bench.report import ALL
+from redraft.bench.report_runs import ALL, STAGES
 
 _MARKERS = "osD^vPX*<>"
+_STAGE_LABELS = {"verify": "verification", "resample": "resampling", "draft": "drafting", "host": "rest"}
 
 
 def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[Path]]:
@@ -26,6 +28,8 @@ def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[
             "misaligned tokens", title, folder, "misaligned",
         ),
         "costs": _costs(report["costs"], title, folder),
+        "stages": _stages(report["temperatures"]["0"]["stages"], title, folder),
+        "positions": _positions(report["positions"], title, folder),
     }  # fmt: skip
     for number, one in enumerate(report["trained"]):
         curves = {
@@ -35,13 +39,23 @@ def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[
         }
         if curves:
             made[f"passes{number or ''}"] = _curves(curves, title, folder, f"passes{number or ''}")
+        tables = [table for table in one["tables"] if table["rows"]]
+        for place, table in enumerate(tables):
+            if table.get("progress") and any(row["progress"] for row in table["rows"]):
+                name = progress_name(number, place)
+                made[name] = _progress(table["rows"], f"{title}: {table['title']}", folder, name)
         name = f"trained{number or ''}"
-        rows = {row["run"]: row for row in one["tables"][0]["rows"]} if one["tables"] else one["runs"]
+        rows = {row["run"]: row for row in tables[0]["rows"]} if tables else one["runs"]
         made[name] = _lines(
             {run: [share["mean"] for share in row["depths"]] for run, row in rows.items()},
             "acceptance, given the tokens before", f"{title}, held-out texts", folder, name,
         )  # fmt: skip
     return made
+
+
+def progress_name(comparison: int, table: int) -> str:
+    """Return the name of the picture of a comparison's table: both count from 0, tables without rows do not count."""
+    return f"progress{comparison or ''}-{table}"
 
 
 def _speed(report: Mapping[str, Any], title: str, folder: Path) -> list[Path]:
@@ -111,4 +125,48 @@ def _curves(
     axes.set(xlabel="passes of training", ylabel="tokens a step, chains", title=title)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=8)
+    return saved(drawn, folder, name)
+
+
+def _stages(stages: Mapping[str, Mapping[str, float]], title: str, folder: Path) -> list[Path]:
+    """Draw the milliseconds of a step by method as stacked stages, after Lyanna's Figure 13b."""
+    drawn, axes = figure(8, 4)
+    below = [0.0] * len(stages)
+    names = ["plain" if name == PLAIN else name for name in stages]
+    for stage, colour in zip(STAGES, COLOURS, strict=False):
+        heights = [each[stage] for each in stages.values()]
+        axes.bar(names, heights, 0.7, bottom=below, color=colour, label=_STAGE_LABELS.get(stage, stage))
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axes.tick_params(axis="x", labelrotation=20)
+    axes.set(ylabel="ms a step", title=f"{title}, temperature 0", ylim=(0, None))
+    axes.legend(fontsize=8, ncols=2)
+    return saved(drawn, folder, "stages")
+
+
+def _positions(positions: Mapping[str, Sequence[Mapping[str, Any]]], title: str, folder: Path) -> list[Path]:
+    """Draw accepted tokens of a block by its position in the output, a line a method: SD²'s Figure 5."""
+    drawn, axes = figure(8, 4)
+    for (method, bins), colour, marker in zip(positions.items(), cycle(COLOURS), cycle(_MARKERS), strict=False):
+        places, accepted = [each["position"] for each in bins], [each["accepted"] for each in bins]
+        axes.plot(places, accepted, color=colour, marker=marker, label=method)
+    axes.set(xlabel="position in the output", ylabel="accepted tokens a block", ylim=(0, None))
+    axes.set_title(f"{title}, temperature 0")
+    axes.legend(fontsize=8, ncols=2)
+    return saved(drawn, folder, "positions")
+
+
+def _progress(rows: Sequence[Mapping[str, Any]], title: str, folder: Path, name: str) -> list[Path]:
+    """Draw accepted tokens of chains and accuracy by training step, a line a run.
+
+    Above is SD²'s Figure 4, below the accuracy of Lyanna's Figure 5 and table 2.
+    """
+    drawn, (above, below) = figure(7, 7, rows=2)
+    for row, colour, marker in zip(rows, cycle(COLOURS), cycle(_MARKERS), strict=False):
+        steps = [each["step"] for each in row["progress"]]
+        how = {"color": colour, "marker": marker, "label": row["run"]}
+        above.plot(steps, [each["chain_tokens"] - 1 for each in row["progress"]], **how)
+        below.plot(steps, [each["accuracy"] for each in row["progress"]], **how)
+    above.set(ylabel="accepted tokens a step, chains", title=title)
+    below.set(xlabel="training step", ylabel="accuracy, mean over depths")
+    above.legend(fontsize=8)
     return saved(drawn, folder, name)

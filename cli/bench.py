@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.bench_controllers import compare_controllers, method_of, parse_ways, print_figures
-from redraft.cli.bench_report import check_same_model, drafting_methods, parse_report, write_report
+from redraft.cli.bench_report import ReportOptions, check_same_model, drafting_methods, write_report
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import (
     BudgetText,
@@ -118,6 +118,16 @@ def bench(
             help="With --report: engines of the same model whose drafters have width=1, for the figures by depth."
         ),
     ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="With --report: a drafter; the page has every method's speed over it and τ.")
+    ] = None,
+    controllers_json: Annotated[
+        Path | None, typer.Option(help="With --report: what --controllers printed with --json, for its tables.")
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(help="With --report: what `python -m redraft.bench.peers --json` printed, for its tables."),
+    ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: speeds are real, texts are meaningless."),
@@ -141,13 +151,15 @@ def bench(
 
     ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
     sampled = any(each is not None for each in (temperature, sampling, forced))
-    comparisons = parse_report(report_to, trained, chains, sampled or ways or inexact)
+    reported = ReportOptions(report_to, trained or (), chains, baseline, controllers_json, peers)
+    other = reported.read(sampled or ways or inexact)
 
     from redraft.bench.compare import INEXACT, Settings, compare
     from redraft.bench.controllers import speculations
     from redraft.bench.prompts import load_prompts
     from redraft.bench.summary import summarise
     from redraft.cli.opening import open_runtime
+    from redraft.engines import open_bundle
     from redraft.engines.manifest import load_manifest
     from redraft.runtime import SpeculationParams
 
@@ -179,12 +191,12 @@ def bench(
                 fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
             result = conditions(runtime, settings, engines, threads)
             if report_to:
-                finder, manifest, deep = partial(margin_finder, runtime), load_manifest(engines), None
+                finder, bundle, deep = partial(margin_finder, runtime), open_bundle(engines, verify=False), None
                 if chains:
-                    check_same_model(manifest, load_manifest(chains))
+                    check_same_model(bundle.manifest, load_manifest(chains))
                     deep = stack.enter_context(open_runtime(chains, threads=threads, verify=False))
                 result = write_report(
-                    runtime, manifest, loaded, chosen, settings, result, comparisons, report_to, finder, report, deep
+                    runtime, bundle, loaded, chosen, settings, result, other, report_to, finder, report, deep, baseline
                 )
                 print_json(result) if as_json else print_paths(result["files"])
                 return

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,38 +15,59 @@ from redraft.errors import UsageError
 if TYPE_CHECKING:
     from redraft.bench.compare import Run, Settings
     from redraft.bench.prompts import Prompt
+    from redraft.engines import Bundle
     from redraft.engines.manifest import Manifest
     from redraft.runtime import Runtime
 
 
-def parse_report(
-    folder: Path | None, trained: list[Path] | None, chains: Path | None, contradicting: object
-) -> list[dict[str, Any]]:
-    """Return the comparisons that `--trained` names, before anything is measured.
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of `redraft bench` that belong to a report.
 
-    contradicting: any option that a report cannot have. Raises UsageError for options that do not go together, for
-    missing libraries, and for a folder that cannot be written.
+    folder:      of the report; None for no report.   trained: folders of `redraft train all`.
+    chains:      engines for the figures by depth.    baseline: the drafter that others are compared with.
+    controllers: JSON of a comparison of controllers.   peers: JSON of `redraft.bench.peers`.
     """
-    if folder is None:
-        if trained or chains:
-            option = "--trained" if trained else "--chains"
-            raise UsageError(f"{option} belongs to --report", "give --report DIR, or leave it out")
-        return []
-    if contradicting:
-        raise UsageError(
-            "--report measures temperatures 0 and 1, and takes no --temperature, --sampling, --controllers, "
-            "--synthetic-acceptance or --inexact",
-            "leave them out",
-        )
-    from redraft.bench.report import check_report
-    from redraft.bench.report import trained as read_trained
 
-    check_report()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}", "give another folder") from None
-    return read_trained(trained or [])
+    folder: Path | None = None
+    trained: Sequence[Path] = ()
+    chains: Path | None = None
+    baseline: str | None = None
+    controllers: Path | None = None
+    peers: Path | None = None
+
+    def read(self, contradicting: object) -> dict[str, Any]:
+        """Return what other commands measured: trained comparisons, controllers, and peers; none without a report.
+
+        contradicting: any option that a report cannot have. Raises UsageError for options that do not go together, for
+        missing libraries, for a folder that cannot be written, and for files of something else.
+        """
+        if self.folder is None:
+            given = {"--trained": self.trained, "--chains": self.chains, "--baseline": self.baseline,
+                     "--controllers-json": self.controllers, "--peers": self.peers}  # fmt: skip
+            if option := next((name for name, value in given.items() if value), None):
+                raise UsageError(f"{option} belongs to --report", "give --report DIR, or leave it out")
+            return {}
+        if contradicting:
+            raise UsageError(
+                "--report measures temperatures 0 and 1, and takes no --temperature, --sampling, --controllers, "
+                "--synthetic-acceptance or --inexact",
+                "leave them out",
+            )
+        from redraft.bench.report import check_report
+        from redraft.bench.report_embedded import read_controllers, read_peers
+        from redraft.bench.report_trained import trained
+
+        check_report()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot write to {self.folder}: {error.strerror}", "give another folder") from None
+        return {
+            "trained": trained(self.trained),
+            "controllers": read_controllers(self.controllers) if self.controllers else None,
+            "peers": read_peers(self.peers) if self.peers else None,
+        }
 
 
 def drafting_methods(listed: Sequence[str], runtime: Runtime, manifest: Manifest) -> list[str]:
@@ -67,14 +88,15 @@ def check_same_model(engines: Manifest, chains: Manifest) -> None:
 
 
 def write_report(
-    runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
-    about: dict[str, Any], trained: list[dict[str, Any]], folder: Path,
+    runtime: Runtime, bundle: Bundle, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
+    about: dict[str, Any], other: dict[str, Any], folder: Path,
     margin_finder: Callable[[Settings], Callable[[Run, int], float | None]], report: Callable[[str], None],
-    chains: Runtime | None = None,
+    chains: Runtime | None = None, baseline: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure, and write report.json, the pictures and report.html. Returns the figures with the files' paths.
 
-    about: the environment and settings, as `redraft bench --json` has them.   chains: see `measure`.
+    about: the environment and settings, as `redraft bench --json` has them.   other: of `ReportOptions.read`.
+    chains, baseline: see `measure`.
     """
     from redraft.bench.report import measure
     from redraft.bench.report_page import FIGURES, write_page
@@ -90,8 +112,8 @@ def write_report(
         "prompts": len(prompts),
         "controller": settings.controller or ("fixed" if settings.budget else "adaptive"),
         "budget": asdict(settings.budget) if settings.budget else None,
-        **measure(runtime, manifest, prompts, drafting, settings, margin_finder, report, chains),
-        "trained": trained,
+        **measure(runtime, bundle, prompts, drafting, settings, margin_finder, report, chains, baseline),
+        **other,
     }
     figures = folder / FIGURES
     figures.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")  # first, since measuring takes long

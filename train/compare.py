@@ -55,10 +55,12 @@ class ReportTable:
     """A table of a comparison's report: its runs, of which the first is the one to compare with.
 
     curve: True if the runs differ in a number that grows by one, so that a picture shows them as a line.
+    progress: True if a picture shows what each run reaches by training step.
     """
 
     runs: tuple[str, ...]
     curve: bool = False
+    progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Result:
     acceptance: by kind and depth, the share of drafts whose likeliest token is the verifier's, given the ones before.
     wide: the share with the verifier's token among the likeliest of a level (`train.acceptance.WIDTH`).
     chain_tokens: by kind, mean tokens of a step with chains of as many drafted tokens: 1 + Σ_d Π_{i ≤ d} acceptance_i.
+    progress: of every evaluation, its training `step`, and by kind `chain_tokens` and `accuracy`, the mean over
+    depths of acceptance. Empty in results of older versions.
     """
 
     name: str
@@ -141,6 +145,7 @@ class Result:
     acceptance: Mapping[str, Sequence[float]]
     wide: Mapping[str, Sequence[float]]
     chain_tokens: Mapping[str, float]
+    progress: Sequence[Mapping[str, Any]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -275,8 +280,20 @@ def _result(name: str, seed: int, method: str, folder: Path) -> Result:
         state["spent"]["seconds"],
         acceptance,
         {kind: found["wide"] for kind, found in lines[-1]["acceptance"].items()},
-        {kind: 1 + sum(accumulate(shares, mul)) for kind, shares in acceptance.items()},
+        _chain_tokens(acceptance),
+        tuple(_evaluation(line) for line in lines),
     )
+
+
+def _chain_tokens(acceptance: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {kind: 1 + sum(accumulate(shares, mul)) for kind, shares in acceptance.items()}
+
+
+def _evaluation(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of progress as an entry of `Result.progress`."""
+    acceptance = {kind: found["top"] for kind, found in line["acceptance"].items()}
+    accuracy = {kind: fmean(shares) if shares else 0.0 for kind, shares in acceptance.items()}
+    return {"step": line["step"], "chain_tokens": _chain_tokens(acceptance), "accuracy": accuracy}
 
 
 def chosen(recipe: CompareRecipe, names: Sequence[str], seeds: Sequence[int]) -> CompareRecipe:

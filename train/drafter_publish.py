@@ -50,6 +50,7 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
     training = {
         "recipe": recipe.to_dict(),
         "step": int(state["step"]),
+        "spent": state["spent"],
         "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in facts_of_run["kinds"].items()},
         "coverage": facts_of_run["coverage"],
         "measured": {key: measured[key] for key in ("step", "acceptance")},

@@ -25,14 +25,18 @@ def _introduction(result: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _speeds(result: Mapping[str, Any]) -> Iterator[str]:
+def speed_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return milliseconds a token by library and mode, a column for each precision, with a header."""
+
     def cells(figures: Mapping[str, Any]) -> dict[str, str]:
         return {mode: f"{found['ms_per_token']['median']:.1f}" for mode, found in figures["modes"].items()}
 
-    yield from _table(result, "decoders", "mode", (NAME, *result["peers"]), cells)
+    return _rows(result, "decoders", "mode", (NAME, *result["peers"]), cells)
 
 
-def _ratios(result: Mapping[str, Any]) -> Iterator[str]:
+def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return our speed over the best mode of each peer by our mode, a column for each precision, with a header."""
+
     def cells(figures: Mapping[str, Any]) -> dict[str, str]:
         best, found = figures["best_mode"], {}
         for mode, ratios in figures["modes"].items():
@@ -44,34 +48,48 @@ def _ratios(result: Mapping[str, Any]) -> Iterator[str]:
             found[f"{mode}, same mode"] = _estimate(ratios["all"])
         return found
 
+    return _rows(result, "ratios", f"{NAME}'s mode", result["peers"], cells)
+
+
+def _speeds(result: Mapping[str, Any]) -> Iterator[str]:
+    yield from _table(speed_rows(result))
+
+
+def _ratios(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"Speed of {NAME} by its mode, over the best mode of a peer: medians of pairs with 95 % intervals."
     yield ""
-    yield from _table(result, "ratios", f"{NAME}'s mode", result["peers"], cells)
+    yield from _table(ratio_rows(result))
 
 
 def _estimate(found: Mapping[str, Any]) -> str:
     return f"{found['median']:.2f} ({interval_text(found['low'], found['high'])})"
 
 
-def _table(
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield _row(*rows[0])
+    yield _row(*("---" for _ in rows[0]))
+    yield from (_row(*row) for row in rows[1:])
+
+
+def _rows(
     result: Mapping[str, Any],
     section: str,
     title: str,
     names: Sequence[str],
     cells: Callable[[Mapping[str, Any]], dict[str, str]],
-) -> Iterator[str]:
-    """Yield the lines of a table with a row for each name and mode, and a column for each precision.
+) -> list[list[str]]:
+    """Return a header, and a row for each name and mode with a column for each precision.
 
     title: of the column of modes.   cells: gives texts by mode from a name's figures.
     """
     columns = result["precisions"]
-    yield _row("", title, *(TITLES.get(precision, precision) for precision in columns))
-    yield _row(*("---" for _ in ("", title, *columns)))
+    rows = [["", title, *(TITLES.get(precision, precision) for precision in columns)]]
     for name in names:
         found = {p: cells(result[section][p][name]) for p in columns if name in result[section].get(p, {})}
         absent = {p: _absence(result, section, name, p) for p in columns if p not in found}
         for mode in dict.fromkeys(mode for texts in found.values() for mode in texts) or ("",):
-            yield _row(name, mode, *(found[p].get(mode, "-") if p in found else absent[p] for p in columns))
+            rows.append([name, mode, *(found[p].get(mode, "-") if p in found else absent[p] for p in columns)])
+    return rows
 
 
 def _absence(result: Mapping[str, Any], section: str, name: str, precision: str) -> str:

@@ -13,9 +13,10 @@ import pytest
 from redraft.bench import report
 from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
-from redraft.bench.report import by_depth, over_seeds, pairs, speeds, trained
 from redraft.bench.report_page import write_page
 from redraft.bench.report_plots import draw
+from redraft.bench.report_runs import against, pairs, speeds, stages, tokens_a_step
+from redraft.bench.report_trained import over_seeds, trained
 from redraft.errors import UsageError
 from redraft.runtime import Generation, SamplingParams
 from redraft.runtime.metrics import Metrics
@@ -60,11 +61,12 @@ def test_figures_by_depth_are_of_the_chains(monkeypatch: pytest.MonkeyPatch, wit
         return used.setdefault("depth", runtime) and {name: {} for name in names}
 
     monkeypatch.setattr(report, "compare", compared)
-    monkeypatch.setattr(report, "_depths", depths)
-    monkeypatch.setattr(report, "_costs", lambda *given: {})
-    manifest: Any = SimpleNamespace(drafters={})
+    monkeypatch.setattr(report, "depths", depths)
+    monkeypatch.setattr(report, "traced", lambda *given: {})
+    monkeypatch.setattr(report, "costs", lambda *given: {})
+    bundle: Any = SimpleNamespace(manifest=SimpleNamespace(drafters={}))
     found = report.measure(
-        engines, manifest, [], ["none", "first", "second"], Settings(SamplingParams()), lambda settings: None,
+        engines, bundle, [], ["none", "first", "second"], Settings(SamplingParams()), lambda settings: None,
         lambda text: None, chains if with_chains else None,
     )  # fmt: skip
     assert used == {"speed": engines, "depth": chains if with_chains else engines}
@@ -92,27 +94,7 @@ def test_looping_outputs_take_no_part() -> None:
     looping = run(0, generation(60, 900, LOOP), generation(0, 1, LOOP), LOOP)
     runs = [looping, *(run(n, generation(6, 100), generation(6, 100)) for n in range(1, 7))]
     assert pairs(runs, ["first", "second"])[0]["tau"] == pytest.approx(0)
-    assert report._tokens_a_step(runs, "first")["all"] == {"tau": 2.0, "interval": (2.0, 2.0), "prompts": 6}
-
-
-def test_acceptance_and_misaligned_tokens_by_depth_worked_by_hand() -> None:
-    """Two drafts in the text 10 11 12 …: one is right, wrong, right by chance; the other is right and ends."""
-    text = [9, 10, 11, 12, 13, 14]
-    lines = [
-        json.dumps({"request": 0, "prompt": [9], "first": 10}),
-        json.dumps({"position": 1, "tokens": [10, 11, 99, 13]}),
-        json.dumps({"table_ms": []}),
-        json.dumps({"position": 2, "tokens": [11, 12]}),
-    ]
-    found = by_depth(lines, [text])
-    assert found["drafts"][:4] == [2, 1, 1, 0]
-    assert found["conditional"] == [1.0, 0.0]
-    assert found["misaligned"] == [0.0, 1.0, 0.0]
-
-
-def test_drafts_beyond_the_end_of_the_text_do_not_count() -> None:
-    lines = [json.dumps({"prompt": [9], "first": 10}), json.dumps({"position": 1, "tokens": [10, 11, 12]})]
-    assert by_depth(lines, [[9, 10, 11]])["drafts"][:2] == [1, 0]
+    assert tokens_a_step(runs, "first")["all"] == {"tau": 2.0, "interval": (2.0, 2.0), "prompts": 6}
 
 
 def test_intervals_over_seeds_are_students() -> None:
@@ -133,7 +115,7 @@ def comparison(tmp_path: Path) -> Path:
                 "acceptance": {"a": [0.5, 0.25], "b": [0.7, 0.35]}, "wide": {"a": [0.9]},
                 "chain_tokens": {"a": tau, "b": tau + 1}}  # fmt: skip
 
-    table = {"runs": ["one", "two", "three"], "curve": True}
+    table = {"runs": ["one", "two", "three"], "curve": True, "progress": True}
     about = {"verifier": "model", "schedule": "s", "tables": {"A table": table}}
     (folder / "compare.json").write_text(json.dumps(about))
     results = [result("one", 0, 2.0), result("one", 1, 2.2), result("two", 0, 2.5)]
@@ -171,6 +153,57 @@ def test_a_folder_without_results(comparison: Path, damage: str) -> None:
         trained([comparison])
 
 
+def test_speed_and_tokens_over_a_baseline() -> None:
+    """τ is 1 + 6 / 6 and 1 + 12 / 6; the second is twice as fast as the first at every prompt."""
+    runs = [run(n, generation(6, 100 + n), generation(12, 200 + 2 * n)) for n in range(8)]
+    found = against(runs, ["first", "second"], "first")
+    assert found["first"]["all"]["speed"] == 1
+    assert found["second"]["a"] == {
+        "tau": 3.0, "interval": (3.0, 3.0), "speed": pytest.approx(2), "speed_interval": pytest.approx((2, 2)),
+    }  # fmt: skip
+
+
+def test_a_baseline_is_one_of_the_methods() -> None:
+    engines: Any = SimpleNamespace(methods=("none", "first"))
+    with pytest.raises(UsageError, match="'other' is not among the methods"):
+        report.measure(
+            engines, engines, [], ["none", "first"], Settings(SamplingParams()), lambda settings: None,
+            lambda text: None, baseline="other",
+        )  # fmt: skip
+
+
+def test_stages_are_means_over_steps() -> None:
+    """A millisecond of drafting and one of verification in six steps."""
+    found = stages([run(n, generation(6, 100), generation(6, 100)) for n in range(3)], ["first"])
+    assert list(found) == ["none", "first"]
+    assert found["first"] == pytest.approx({"draft": 1 / 6, "resample": 0, "verify": 1 / 6, "host": 0})
+
+
+def test_welch_tests_of_a_table_are_scipys(comparison: Path) -> None:
+    """Of 2.0, 2.2 and 2.9, 3.0: t is 0.85 over √(0.02 / 2 + 0.005 / 2). A single seed has no test."""
+    results = json.loads((comparison / "results.json").read_text())
+    for seed, tokens in enumerate((2.9, 3.0)):
+        results.append({**results[0], "name": "three", "seed": seed, "chain_tokens": {"a": tokens, "b": tokens}})
+    (comparison / "results.json").write_text(json.dumps(results))
+    one, two, three = trained([comparison])[0]["tables"][0]["rows"]
+    assert (one["welch"], two["welch"]) == ({}, {})
+    assert three["welch"]["a"]["t"] == pytest.approx(0.85 / 0.0125**0.5)
+    assert 0 < three["welch"]["a"]["p"] < 0.05
+
+
+def test_progress_is_over_kinds_then_seeds_of_the_steps_that_all_have(comparison: Path) -> None:
+    results = json.loads((comparison / "results.json").read_text())
+    for number, result in enumerate(results[:2]):
+        result["progress"] = [
+            {"step": step, "chain_tokens": {"a": 1.0 + step, "b": 3.0 + number}, "accuracy": {"a": 0.5, "b": 0.75}}
+            for step in ((1, 2), (2, 3))[number]
+        ]
+    (comparison / "results.json").write_text(json.dumps(results))
+    found = trained([comparison])[0]
+    assert found["runs"]["one"]["progress"] == [{"step": 2, "chain_tokens": 3.25, "accuracy": 0.625}]
+    assert found["runs"]["two"]["progress"] == []  # results of an older version have none
+
+
 def figures(comparison: Path) -> dict[str, Any]:
     own = {"kinds": {"a": {}}, "differing_outputs": 0, "outputs": 8, "lossless": True}
     tau = {"tau": 2.25, "interval": (2.0, 2.5), "prompts": 8}
@@ -180,18 +213,23 @@ def figures(comparison: Path) -> dict[str, Any]:
         "speeds": {name: speeds(runs, name) for name in ("first", "second")},
         "tokens_a_step": {name: {"a": tau, "all": tau} for name in ("first", "second")},
         "pairs": pairs(runs, ["first", "second"]),
+        "against": against(runs, ["first", "second"], "first"), "stages": stages(runs, ["first", "second"]),
     }  # fmt: skip
     depths = {"conditional": [0.75, 0.5], "misaligned": [0.25, 0.625], "drafts": [4, 4, 0, 0, 0]}
+    sizes = {"bytes": 2_500_000, "hidden_states": ["last"], "nodes": 12, "depth": 4, "products": {"draft": 7_100_000},
+             "training": {"steps": 7, "tokens": None, "seconds": 9.0}}  # fmt: skip
     model = {"name": "<odd & name>", "precision": "fp32", "caveats": ["a caveat"]}
     libraries = {"redraft": "1", "onnxruntime": "2"}
     return {
         "environment": {"model": model, "cpu": "a CPU", "threads": 2, "device": "host", "libraries": libraries},
         "prompts": 8, "chat": True, "max_new_tokens": 16, "command": "redraft bench", "controller": "adaptive",
         "budget": None, "methods": ["first", "second"], "temperatures": {"0": temperature, "1": temperature},
-        "depths": {"first": depths, "second": depths},
+        "depths": {"first": depths, "second": depths}, "baseline": "first",
+        "positions": {"first": [{"position": 8, "accepted": 1.5, "blocks": 4}], "second": []},
+        "estimates": {"first": {"predicted": 1.75, "measured": 2.0, "steps": 1}, "second": None},
         "costs": {"kv_len": 256, "verify_ms": {"1": 2.0, "4": 3.0}, "draft_ms": {"first": 0.5, "second": 0.25}},
-        "sizes": {"first": {"bytes": 2_500_000, "hidden_states": ["last"], "nodes": 12, "depth": 4}},
-        "trained": trained([comparison]),
+        "sizes": {"first": sizes},
+        "trained": trained([comparison]), "controllers": None, "peers": None,
     }  # fmt: skip
 
 
@@ -200,9 +238,40 @@ def test_the_page_needs_no_other_file(tmp_path: Path, comparison: Path) -> None:
     pictures = draw(found, "a title", tmp_path)
     text = write_page(found, pictures, tmp_path).read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?!#)|url\((?!#)|<script|@import', text.replace("xlink:", ""))
-    assert text.count("<svg") == len(pictures) == 6  # with the curve of the comparison's table
+    assert text.count("<svg") == len(pictures) == 8  # with the curve of the comparison's table
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
-    for shown in ("&lt;odd &amp; name&gt;", "1.50", "2.00 to 2.50", "2.5 MB", "a caveat", "A table", "2.100"):
+    for shown in (
+        "&lt;odd &amp; name&gt;",
+        "1.50",
+        "2.00 to 2.50",
+        "2.5 MB",
+        "a caveat",
+        "A table",
+        "2.100",
+        "draft 7.1",
+        "0.88",
+    ):
         assert shown in text
     assert all(path.stat().st_size > 1000 for some in pictures.values() for path in some)
+
+
+def test_the_page_has_tests_over_seeds_and_a_picture_of_progress(tmp_path: Path, comparison: Path) -> None:
+    """The page takes a picture by the place of its table, of those with rows."""
+    results = json.loads((comparison / "results.json").read_text())
+    for seed, tokens in enumerate((9.0, 9.1)):
+        results.append({**results[0], "name": "three", "seed": seed, "chain_tokens": {"a": tokens, "b": tokens}})
+    progress = [{"step": n, "chain_tokens": {"a": 1.5 + n}, "accuracy": {"a": 0.5}} for n in (10, 20)]
+    (comparison / "results.json").write_text(json.dumps([{**one, "progress": progress} for one in results]))
+    about = json.loads((comparison / "compare.json").read_text())
+    about["tables"] = {"Empty": {"runs": ["gone"], "progress": True}, **about["tables"]}
+    (comparison / "compare.json").write_text(json.dumps(about))
+    found = figures(comparison)
+    pictures = draw(found, "a title", tmp_path)
+    text = write_page(found, pictures, tmp_path).read_text(encoding="utf-8")
+    assert "progress-0" in pictures
+    assert text.count("<svg") == len(pictures) == 9
+    (p,) = [row["welch"]["a"]["p"] for row in found["trained"][0]["tables"][1]["rows"] if row["welch"]]
+    assert p < 0.05
+    assert f"<b>{p:.3f}</b>" in text
+    assert "Welch" in text

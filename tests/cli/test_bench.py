@@ -198,7 +198,12 @@ def test_controllers_are_compared_from_each_first_length(
 
 
 def test_a_report_of_all_methods(redraft: Redraft, bundle: Path, prompts: Path, tmp_path: Path) -> None:
-    given = ("--max-new-tokens", "16", "--ignore-eos", "--report", tmp_path / "page", "--chains", bundle, "--json")
+    compared = ("--controllers", "heuristic", "--initial-lengths", "1,3", "--max-new-tokens", "16", "--ignore-eos")
+    (tmp_path / "controllers.json").write_text(
+        redraft("bench", "--engines", bundle, "--prompts", prompts, *compared, "--json").stdout
+    )
+    given = ("--max-new-tokens", "16", "--ignore-eos", "--report", tmp_path / "page", "--chains", bundle, "--json",
+             "--baseline", "ngram", "--controllers-json", tmp_path / "controllers.json")  # fmt: skip
     found = json.loads(redraft("bench", "--engines", bundle, "--prompts", prompts, *given).stdout)
     assert found["methods"] == ["ngram"]
     assert list(found["temperatures"]) == ["0", "1"]
@@ -208,6 +213,10 @@ def test_a_report_of_all_methods(redraft: Redraft, bundle: Path, prompts: Path, 
     assert {Path(file).suffix for file in found["files"]} == {".html", ".json", ".png", ".svg"}
     assert all(Path(file).stat().st_size for file in found["files"])
     assert json.loads((tmp_path / "page/report.json").read_text())["depths"].keys() == {"ngram"}
+    assert found["baseline"] == "ngram"
+    assert all(each["against"]["ngram"]["all"]["speed"] == 1 for each in found["temperatures"].values())
+    assert sum(each["blocks"] for each in found["positions"]["ngram"]) > 0
+    assert "Controllers of one drafter, ngram" in (tmp_path / "page/report.html").read_text("utf-8")
 
 
 def test_chains_of_another_model_or_precision_are_refused(bundle: Path) -> None:
@@ -341,6 +350,11 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
         (["--plots", "plots"], "belong to --controllers"),
         (["--trained", "runs"], "--trained belongs to --report"),
         (["--chains", "engines"], "--chains belongs to --report"),
+        (["--baseline", "ngram"], "--baseline belongs to --report"),
+        (["--controllers-json", "file"], "--controllers-json belongs to --report"),
+        (["--peers", "file"], "--peers belongs to --report"),
+        (["--report", "page", "--baseline", "other"], "--baseline 'other' is not among the methods"),
+        (["--report", "page", "--peers", "nowhere.json"], "cannot read nowhere.json"),
         (["--report", "page", "--temperature", "1"], "--report measures temperatures 0 and 1"),
         (["--report", "page", "--methods", "none"], "a report needs a drafting method"),
         (["--report", "page", "--trained", "nowhere"], "nowhere has no comparison"),

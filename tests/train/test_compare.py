@@ -85,6 +85,9 @@ def test_runs_share_texts_and_each_has_its_own_settings(verifier_folder, prose, 
         joint = [shares[0], shares[0] * shares[1], shares[0] * shares[1] * shares[2]]
         joint += [joint[2] * shares[3], joint[2] * shares[3] * shares[4]]
         assert one.chain_tokens == {"prose": pytest.approx(1 + sum(joint))}
+        assert [line["step"] for line in one.progress] == [2, 4]
+        assert one.progress[-1]["chain_tokens"] == one.chain_tokens
+        assert one.progress[-1]["accuracy"] == {"prose": pytest.approx(sum(shares) / len(shares))}
         facts = json.loads((out / f"{one.name}.{one.seed}" / "run.json").read_text())
         assert facts["config"]["draft_vocab_size"] == 300
     assert results[0].parameters < results[1].parameters

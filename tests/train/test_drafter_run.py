@@ -214,7 +214,9 @@ def test_published_drafter_loads_as_it_was_trained(finished, published, verifier
     measured = read_progress(finished[0] / PROGRESS)[-1]["acceptance"]["code"]
     assert f"{measured['top'][0]:.3f} / {measured['wide'][0]:.3f}" in card
     assert "{" not in card
-    assert json.loads((published / "config.json").read_text())["training"]["recipe"]["steps"] == 8
+    training = json.loads((published / "config.json").read_text())["training"]
+    assert training["recipe"]["steps"] == 8
+    assert training["spent"]["tokens"] == sum(line["tokens"] for line in read_progress(finished[0] / PROGRESS))
 
 
 def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_path):

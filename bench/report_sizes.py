@@ -1,0 +1,119 @@
+"""Costs of drafts and verifications, and of every drafter its size, its products, and its training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from redraft import names
+from redraft.bench.compare import Run
+from redraft.engines import Bundle
+from redraft.engines.manifest import DrafterRecord, Manifest
+from redraft.runtime import Runtime
+from redraft.runtime.cost import MEASURED_KV_LEN, SIZES
+
+_ROUNDS = 25
+_PRODUCTS = {"MatMul", "Gemm", "MatMulInteger", "FusedMatMul"}
+"""Operators whose second input is a matrix of weights, if it is one of the graph's; MatMulNBits has K and N."""
+
+
+def costs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str]) -> dict[str, Any]:
+    """Return median milliseconds of a verification by nodes, and mean ones of a step's drafting in these runs."""
+    sizes = [size for size in SIZES if size <= runtime.costs.largest]
+    verify: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(_ROUNDS):
+        for size in sizes:
+            verify[size].append(runtime.verifier.measure_ms(1, size, MEASURED_KV_LEN))
+    drafts = {}
+    for name in methods:
+        metrics = [run.generations[name].metrics for run in runs]
+        spent = sum(m.stage_ms["draft"] + m.stage_ms["resample"] for m in metrics)
+        drafts[name] = spent / max(sum(m.num_spec_steps for m in metrics), 1)
+    return {
+        "kv_len": MEASURED_KV_LEN,
+        "verify_ms": {str(size): median(times) for size, times in verify.items()},
+        "draft_ms": drafts,
+    }
+
+
+def drafter_sizes(bundle: Bundle, methods: Sequence[str]) -> dict[str, Any]:
+    """Return the size of every drafter of the bundle among the methods.
+
+    bytes:    of its own weights.   hidden_states: that it reads.   nodes, depth: of its largest tree.
+    products: see `_products`.   training: see `_training`.
+    """
+    found = {}
+    for name in methods:
+        record = bundle.manifest.drafters.get(name)
+        if record is None:
+            continue
+        weights = {(ref.file, ref.offset): ref for ref in record.weights if Path(ref.file).stem == name}
+        found[name] = {
+            "method": record.method, "bytes": sum(ref.length for ref in weights.values()),
+            "hidden_states": list(record.hidden_states), "nodes": record.limits.nodes, "depth": record.limits.depth,
+            "products": _products(bundle.path, record), "training": _training(bundle.manifest, name),
+        }  # fmt: skip
+    return found
+
+
+def _products(folder: Path, record: DrafterRecord) -> dict[str, int]:
+    """Return multiply-accumulates with matrices of weights by role of a drafter's graphs, for one row a product.
+
+    A call drafts the graph's whole tree. One row a product is a chain without tokens to catch up on; a tree of w nodes
+    a level has up to w times as many. Attention's own products do not count. Graphs without such products are
+    left out, and all graphs if onnx is missing.
+    """
+    if find_spec("onnx") is None:
+        return {}
+    by_role = {
+        role: matrix_products(folder / graph.file)
+        for role, graph in record.graphs.items()
+        if not role.endswith((names.SINGLE, names.BATCH))
+    }
+    return {role: count for role, count in by_role.items() if count}
+
+
+def matrix_products(graph: Path) -> int:
+    """Return multiply-accumulates of one row with each matrix of weights of an ONNX graph, that of each use.
+
+    A loop's or a branch's body counts once. Weights are not loaded.
+    """
+    import onnx
+
+    model = onnx.load(str(graph), load_external_data=False)
+    shapes: dict[str, Sequence[int]] = {}
+
+    def count(part: Any) -> int:
+        shapes.update({tensor.name: tensor.dims for tensor in part.initializer})
+        total = 0
+        for node in part.node:
+            values = {attribute.name: attribute for attribute in node.attribute}
+            if node.op_type == "MatMulNBits":
+                total += values["K"].i * values["N"].i
+            elif node.op_type in _PRODUCTS and len(shapes.get(node.input[1], ())) == 2:
+                total += prod(shapes[node.input[1]])
+            total += sum(count(one.g) for one in node.attribute if one.HasField("g"))
+        return total
+
+    return count(model.graph)
+
+
+def _training(manifest: Manifest, name: str) -> dict[str, Any] | None:
+    """Return a drafter's training steps, tokens and seconds from the folder that it was built from.
+
+    tokens, seconds: None if the folder does not have them. Returns None if the folder is no longer there, or has no
+    training.
+    """
+    places = [value.partition("=") for value in manifest.options]
+    folder = next((source.split(",")[0] for drafter, _, source in places if drafter == name and source), None)
+    try:
+        values = json.loads((Path(folder or "") / "config.json").read_text(encoding="utf-8"))["training"]
+        spent: Mapping[str, Any] = values.get("spent", {})
+        return {"steps": values["step"], "tokens": spent.get("tokens"), "seconds": spent.get("seconds")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,36 @@
+"""Products of a drafter's graphs worked by hand, and the training of its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+
+from redraft.bench.report_sizes import _training, matrix_products
+
+
+def test_products_are_those_of_every_use_of_a_matrix(tmp_path: Path) -> None:
+    """A matrix of 4 × 3 is used twice, one of 3 × 2 in 8 bits once, and a product of two inputs has no weights."""
+    weights = onnx.numpy_helper.from_array(np.zeros((4, 3), np.float32), "w")
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "w"], ["a"]),
+        onnx.helper.make_node("MatMul", ["y", "w"], ["b"]),
+        onnx.helper.make_node("MatMul", ["a", "b"], ["c"]),
+        onnx.helper.make_node("MatMulNBits", ["c", "q", "s"], ["d"], domain="com.microsoft", K=3, N=2),
+    ]
+    path = tmp_path / "graph.onnx"
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "graph", [], [], [weights])), path)
+    assert matrix_products(path) == 2 * 12 + 6
+
+
+def test_training_of_a_drafter_is_of_the_folder_that_it_was_built_from(tmp_path: Path) -> None:
+    training = {"step": 7, "spent": {"tokens": 800, "seconds": 9.0}}
+    (tmp_path / "config.json").write_text(json.dumps({"training": training}))
+    manifest: Any = SimpleNamespace(options=("--drafter", f"one={tmp_path},width=1", "--drafter", "two=gone"))
+    assert _training(manifest, "one") == {"steps": 7, "tokens": 800, "seconds": 9.0}
+    assert _training(manifest, "two") is None
+    assert _training(manifest, "three") is None
