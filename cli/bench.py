@@ -67,8 +67,8 @@ def bench(
         str | None,
         typer.Option(
             help="Methods to compare, separated by commas; by default ngram, the bundle's default method and "
-            "`inexact`. `inexact` is plain decoding with --inexact, by a second set of engines. `all` is ngram "
-            "and every drafter of the bundle."
+            "`inexact`. `inexact` is plain decoding with --inexact, by a second set of engines. `all` is "
+            "every method of the bundle without pairs."
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
@@ -180,7 +180,7 @@ def bench(
                 )
             )
             settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
-            chosen = drafting_methods(listed or (["all"] if report_to else []), runtime, load_manifest(engines))
+            chosen = drafting_methods(listed or (["all"] if report_to else []), runtime)
             chosen = chosen or default_methods(runtime, engines)
             if ways:
                 settings = replace(settings, ways=speculations(ways, method_of(runtime, listed), size))

@@ -70,11 +70,13 @@ class ReportOptions:
         }
 
 
-def drafting_methods(listed: Sequence[str], runtime: Runtime, manifest: Manifest) -> list[str]:
-    """Return the methods to compare: `all` means every drafter of the bundle, with n-grams but no pairs."""
+def drafting_methods(listed: Sequence[str], runtime: Runtime) -> list[str]:
+    """Return the methods to compare: `all` means every one of the bundle but plain decoding and pairs."""
     if list(listed) != ["all"]:
         return list(listed)
-    return [name for name in runtime.methods if name in manifest.drafters or name == "ngram"]
+    from redraft.bench.compare import PLAIN
+
+    return [name for name in runtime.methods if name != PLAIN and "+" not in name]
 
 
 def check_same_model(engines: Manifest, chains: Manifest) -> None:

@@ -205,14 +205,15 @@ def test_a_report_of_all_methods(redraft: Redraft, bundle: Path, prompts: Path, 
     given = ("--max-new-tokens", "16", "--ignore-eos", "--report", tmp_path / "page", "--chains", bundle, "--json",
              "--baseline", "ngram", "--controllers-json", tmp_path / "controllers.json")  # fmt: skip
     found = json.loads(redraft("bench", "--engines", bundle, "--prompts", prompts, *given).stdout)
-    assert found["methods"] == ["ngram"]
+    assert found["methods"] == ["ngram", "suffix", "lookahead"]
     assert list(found["temperatures"]) == ["0", "1"]
     for temperature in found["temperatures"].values():
-        assert temperature["methods"]["ngram"]["identical_to_plain"] is True
+        for method in found["methods"]:
+            assert temperature["methods"][method]["identical_to_plain"] is True
     assert str(tmp_path) not in found["command"]
     assert {Path(file).suffix for file in found["files"]} == {".html", ".json", ".png", ".svg"}
     assert all(Path(file).stat().st_size for file in found["files"])
-    assert json.loads((tmp_path / "page/report.json").read_text())["depths"].keys() == {"ngram"}
+    assert json.loads((tmp_path / "page/report.json").read_text())["depths"].keys() == set(found["methods"])
     assert found["baseline"] == "ngram"
     assert all(each["against"]["ngram"]["all"]["speed"] == 1 for each in found["temperatures"].values())
     assert sum(each["blocks"] for each in found["positions"]["ngram"]) > 0
