@@ -1,4 +1,4 @@
-"""Measurements that a report shows and another command made: controllers, and peers."""
+"""Measurements that a report shows and another command made: controllers, peers, and the parts of a draft."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def read_peers(path: Path) -> dict[str, Any]:
         return found
     except (KeyError, TypeError, AttributeError, ValueError):
         raise UsageError(f"{path} has no peers", "give the output of `python -m redraft.bench.peers --json`") from None
+
+
+def read_latency(path: Path) -> dict[str, Any]:
+    """Return the figures that `python -m experiments.lyanna latency --json` printed (Lyanna, Figure 13).
+
+    Raises UsageError as `read_controllers`.
+    """
+    from redraft.bench.report_latency import tables
+
+    found = _read(path)
+    try:
+        tables(found)
+        return {**found, "environment": dict(found["environment"])}
+    except (KeyError, TypeError, AttributeError, IndexError, StopIteration, ValueError, ZeroDivisionError):
+        hint = "give the output of `python -m experiments.lyanna latency --json`"
+        raise UsageError(f"{path} has no times of a draft's parts", hint) from None
 
 
 def _times(decoder: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from redraft.bench.controllers import tables
 from redraft.bench.peers.table import ratio_rows, speed_rows
+from redraft.bench.report_latency import tables as latency_tables
 from redraft.bench.report_plots import progress_name
 from redraft.bench.report_trained import SIGNIFICANT
 from redraft.errors import UsageError
@@ -30,6 +31,7 @@ def write_page(report: Mapping[str, Any], pictures: Mapping[str, Sequence[Path]]
         "bounds": _bounds,
         "megabytes": _megabytes,
         "controller_tables": tables,
+        "latency_tables": latency_tables,
         "peer_tables": _peer_tables,
     }
     environment.filters |= filters

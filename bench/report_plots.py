@@ -9,6 +9,7 @@ from typing import Any
 
 from redraft.bench.compare import PLAIN
 from redraft.bench.plots import COLOURS, figure, saved
+from redraft.bench.report_latency import TOGETHER
 from redraft.bench.report_runs import ALL, STAGES
 
 _MARKERS = "osD^vPX*<>"
@@ -31,7 +32,12 @@ def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[
         "stages": _stages(report["temperatures"]["0"]["stages"], title, folder),
         "positions": _positions(report["positions"], title, folder),
     }  # fmt: skip
+    if report["latency"]:
+        made["logits"] = _logits(report["latency"]["logits_ms"], title, folder)
     for number, one in enumerate(report["trained"]):
+        if one["frequencies"]:
+            name = f"frequencies{number or ''}"
+            made[name] = _frequencies(one["frequencies"], f"{title}, texts of training", folder, name)
         curves = {
             table["title"]: [(row["place"], row["tau"][ALL]) for row in table["rows"]]
             for table in one["tables"]
@@ -156,17 +162,44 @@ def _positions(positions: Mapping[str, Sequence[Mapping[str, Any]]], title: str,
 
 
 def _progress(rows: Sequence[Mapping[str, Any]], title: str, folder: Path, name: str) -> list[Path]:
-    """Draw accepted tokens of chains and accuracy by training step, a line a run.
+    """Draw accepted tokens of chains, accuracy and loss by training step, a line a run.
 
-    Above is SD²'s Figure 4, below the accuracy of Lyanna's Figure 5 and table 2.
+    The first is SD²'s Figure 4, the others are Lyanna's Figure 5. Without losses of all runs, there are two.
     """
-    drawn, (above, below) = figure(7, 7, rows=2)
+    with_loss = all(each["loss"] is not None for row in rows for each in row["progress"])
+    drawn, (tokens, accuracy, *losses) = figure(7, 10 if with_loss else 7, rows=3 if with_loss else 2)
     for row, colour, marker in zip(rows, cycle(COLOURS), cycle(_MARKERS), strict=False):
         steps = [each["step"] for each in row["progress"]]
         how = {"color": colour, "marker": marker, "label": row["run"]}
-        above.plot(steps, [each["chain_tokens"] - 1 for each in row["progress"]], **how)
-        below.plot(steps, [each["accuracy"] for each in row["progress"]], **how)
-    above.set(ylabel="accepted tokens a step, chains", title=title)
-    below.set(xlabel="training step", ylabel="accuracy, mean over depths")
-    above.legend(fontsize=8)
+        tokens.plot(steps, [each["chain_tokens"] - 1 for each in row["progress"]], **how)
+        accuracy.plot(steps, [each["accuracy"] for each in row["progress"]], **how)
+        for axes in losses:
+            axes.plot(steps, [each["loss"] for each in row["progress"]], **how)
+            axes.set(ylabel="training loss, mean since the point before")
+    tokens.set(ylabel="accepted tokens a step, chains", title=title)
+    accuracy.set(ylabel="accuracy, mean over depths")
+    (*_, last) = tokens, accuracy, *losses
+    last.set(xlabel="training step")
+    tokens.legend(fontsize=8)
     return saved(drawn, folder, name)
+
+
+def _frequencies(shares: Sequence[Sequence[float]], title: str, folder: Path, name: str) -> list[Path]:
+    """Draw the share of a text's tokens that are among the most frequent ones: Lyanna's Figure 7, summed up."""
+    drawn, axes = figure(7, 4)
+    axes.plot([100 * part for part, _ in shares], [100 * share for _, share in shares], color=COLOURS[0], marker="o")
+    axes.set_xscale("log")
+    axes.set(xlabel="most frequent tokens, % of the vocabulary", ylabel="% of the tokens of the texts", title=title)
+    return saved(drawn, folder, name)
+
+
+def _logits(logits: Mapping[str, Mapping[str, Any]], title: str, folder: Path) -> list[Path]:
+    """Draw milliseconds of the logits of N steps, in one pass and one after another: Lyanna's Figure 13a."""
+    drawn, axes = figure(7, 4)
+    for way, colour, marker in zip(("one_pass", "iterative"), COLOURS, _MARKERS, strict=False):
+        taken = [found[way][TOGETHER]["median"] for found in logits.values()]
+        axes.plot(list(map(int, logits)), taken, color=colour, marker=marker, label=way.replace("_", " "))
+    axes.set(xlabel="drafted tokens", ylabel="ms for head, softmax and top-k", title=title, ylim=(0, None))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(fontsize=8)
+    return saved(drawn, folder, "logits")

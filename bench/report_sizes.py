@@ -14,6 +14,7 @@ from redraft import names
 from redraft.bench.compare import Run
 from redraft.engines import Bundle
 from redraft.engines.manifest import DrafterRecord, Manifest
+from redraft.engines.recipes import load_recipe, recipe_names
 from redraft.runtime import Runtime
 from redraft.runtime.cost import MEASURED_KV_LEN, SIZES
 
@@ -111,6 +112,9 @@ def _training(manifest: Manifest, name: str) -> dict[str, Any] | None:
     """
     places = [value.partition("=") for value in manifest.options]
     folder = next((source.split(",")[0] for drafter, _, source in places if drafter == name and source), None)
+    if not folder and manifest.name in recipe_names():
+        build = load_recipe(manifest.name).build
+        folder = next((drafter.source for drafter in build.drafters if drafter.id == name), None)
     try:
         values = json.loads((Path(folder or "") / "config.json").read_text(encoding="utf-8"))["training"]
         spent: Mapping[str, Any] = values.get("spent", {})

@@ -1,7 +1,7 @@
 """Trained comparisons in a report: runs with their seeds, and tables of them.
 
-They are GRIFFIN's tables 2 to 8 and its Figure 1b, SD²'s table 4 and Figure 4, and Lyanna's table 2 and the accuracy of
-its Figure 5. Intervals over seeds are Student's t.
+They are GRIFFIN's tables 2 to 8 and its Figure 1b, SD²'s table 4 and Figure 4, and Lyanna's tables 1 and 2 and its
+Figures 5 and 7. Intervals over seeds are Student's t.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ def trained(folders: Sequence[Path]) -> list[dict[str, Any]]:
             results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
             if not results:
                 raise ValueError("no run is finished")
-            runs = _by_run(results)
+            runs, frequencies = _by_run(results), results[0].get("frequencies", [])
             tables = [
                 {**table, "title": title, "rows": _rows(runs, table["runs"])}
                 for title, table in about.get("tables", {}).items()
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{folder} has no comparison ({error})", "give a folder of `redraft train all`") from None
-        found.append({"verifier": about["verifier"], "schedule": about["schedule"], "runs": runs, "tables": tables})
+        found.append({
+            "verifier": about["verifier"], "schedule": about["schedule"], "runs": runs, "tables": tables,
+            "frequencies": frequencies,
+        })  # fmt: skip
     return found
 
 
@@ -62,17 +65,20 @@ def _by_run(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _progress(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return chain tokens and accuracy by training step, each the mean over kinds and then over seeds.
+    """Return chain tokens, accuracy and loss by training step: means over kinds, then over seeds.
 
     chain_tokens: SD²'s Figure 4, which has them without the verifier's own token.   accuracy: the mean over depths of
-    acceptance (Lyanna's table 2, Figure 5). A step counts if all seeds measured it.
+    acceptance (Lyanna's table 2, Figure 5).   loss: in training, None without (its Figure 5). A step counts if all
+    seeds measured it.
     """
     seeds = [{line["step"]: line for line in seed["progress"]} for seed in run["seeds"].values()]
     steps = sorted(set.intersection(*(set(lines) for lines in seeds)))
-    return [
-        {"step": step, **{key: fmean(fmean(lines[step][key].values()) for lines in seeds) for key in _MEASURED}}
-        for step in steps
-    ]
+    found = []
+    for step in steps:
+        losses = [lines[step].get("loss") for lines in seeds]
+        measured = {key: fmean(fmean(lines[step][key].values()) for lines in seeds) for key in _MEASURED}
+        found.append({"step": step, **measured, "loss": None if None in losses else fmean(losses)})
+    return found
 
 
 def _welch(own: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -128,6 +128,10 @@ def bench(
         Path | None,
         typer.Option(help="With --report: what `python -m redraft.bench.peers --json` printed, for its tables."),
     ] = None,
+    latency_json: Annotated[
+        Path | None,
+        typer.Option(help="With --report: what `python -m experiments.lyanna latency --json` printed, for its tables."),
+    ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: speeds are real, texts are meaningless."),
@@ -151,7 +155,7 @@ def bench(
 
     ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
     sampled = any(each is not None for each in (temperature, sampling, forced))
-    reported = ReportOptions(report_to, trained or (), chains, baseline, controllers_json, peers)
+    reported = ReportOptions(report_to, trained or (), chains, baseline, controllers_json, peers, latency_json)
     other = reported.read(sampled or ways or inexact)
 
     from redraft.bench.compare import INEXACT, Settings, compare

@@ -27,6 +27,7 @@ class ReportOptions:
     folder:      of the report; None for no report.   trained: folders of `redraft train all`.
     chains:      engines for the figures by depth.    baseline: the drafter that others are compared with.
     controllers: JSON of a comparison of controllers.   peers: JSON of `redraft.bench.peers`.
+    latency:     JSON of `experiments.lyanna latency`.
     """
 
     folder: Path | None = None
@@ -35,16 +36,18 @@ class ReportOptions:
     baseline: str | None = None
     controllers: Path | None = None
     peers: Path | None = None
+    latency: Path | None = None
 
     def read(self, contradicting: object) -> dict[str, Any]:
-        """Return what other commands measured: trained comparisons, controllers, and peers; none without a report.
+        """Return what other commands measured, by the name of the report's part; nothing without a report.
 
         contradicting: any option that a report cannot have. Raises UsageError for options that do not go together, for
         missing libraries, for a folder that cannot be written, and for files of something else.
         """
         if self.folder is None:
             given = {"--trained": self.trained, "--chains": self.chains, "--baseline": self.baseline,
-                     "--controllers-json": self.controllers, "--peers": self.peers}  # fmt: skip
+                     "--controllers-json": self.controllers, "--peers": self.peers,
+                     "--latency-json": self.latency}  # fmt: skip
             if option := next((name for name, value in given.items() if value), None):
                 raise UsageError(f"{option} belongs to --report", "give --report DIR, or leave it out")
             return {}
@@ -55,7 +58,7 @@ class ReportOptions:
                 "leave them out",
             )
         from redraft.bench.report import check_report
-        from redraft.bench.report_embedded import read_controllers, read_peers
+        from redraft.bench.report_embedded import read_controllers, read_latency, read_peers
         from redraft.bench.report_trained import trained
 
         check_report()
@@ -67,6 +70,7 @@ class ReportOptions:
             "trained": trained(self.trained),
             "controllers": read_controllers(self.controllers) if self.controllers else None,
             "peers": read_peers(self.peers) if self.peers else None,
+            "latency": read_latency(self.latency) if self.latency else None,
         }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from redraft.errors import TrainingError, UsageError
@@ -24,9 +25,10 @@ from redraft.export.gguf_checkpoint import open_checkpoint
 from redraft.records import from_plain
 from redraft.train import checkpoint
 from redraft.train.config import read_recipe
+from redraft.train.draft_columns import frequencies
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_run import PROGRESS, TEXTS, train_drafter
+from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS, train_drafter
 from redraft.train.drafter_text import with_weights
 from redraft.train.objectives import find_method
 from redraft.train.progress import ProgressReport
@@ -132,8 +134,9 @@ class Result:
     acceptance: by kind and depth, the share of drafts whose likeliest token is the verifier's, given the ones before.
     wide: the share with the verifier's token among the likeliest of a level (`train.acceptance.WIDTH`).
     chain_tokens: by kind, mean tokens of a step with chains of as many drafted tokens: 1 + Σ_d Π_{i ≤ d} acceptance_i.
-    progress: of every evaluation, its training `step`, and by kind `chain_tokens` and `accuracy`, the mean over
-    depths of acceptance. Empty in results of older versions.
+    progress: of every evaluation, its training `step`, the mean `loss` since the one before, and by kind `chain_tokens`
+    and `accuracy`, the mean over depths of acceptance.   frequencies: see `draft_columns.frequencies`, of its texts.
+    Results of older versions have neither, and runs of older versions no loss.
     """
 
     name: str
@@ -146,6 +149,7 @@ class Result:
     wide: Mapping[str, Sequence[float]]
     chain_tokens: Mapping[str, float]
     progress: Sequence[Mapping[str, Any]] = ()
+    frequencies: Sequence[tuple[float, float]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -282,6 +286,7 @@ def _result(name: str, seed: int, method: str, folder: Path) -> Result:
         {kind: found["wide"] for kind, found in lines[-1]["acceptance"].items()},
         _chain_tokens(acceptance),
         tuple(_evaluation(line) for line in lines),
+        frequencies(np.load(folder / COUNTS)),
     )
 
 
@@ -293,7 +298,8 @@ def _evaluation(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of progress as an entry of `Result.progress`."""
     acceptance = {kind: found["top"] for kind, found in line["acceptance"].items()}
     accuracy = {kind: fmean(shares) if shares else 0.0 for kind, shares in acceptance.items()}
-    return {"step": line["step"], "chain_tokens": _chain_tokens(acceptance), "accuracy": accuracy}
+    loss = {"loss": line["losses"]["loss"]} if "loss" in line["losses"] else {}
+    return {"step": line["step"], "chain_tokens": _chain_tokens(acceptance), "accuracy": accuracy, **loss}
 
 
 def chosen(recipe: CompareRecipe, names: Sequence[str], seeds: Sequence[int]) -> CompareRecipe:

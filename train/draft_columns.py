@@ -17,6 +17,8 @@ from redraft.export.drafters.draft_vocabulary import most_frequent
 
 SIZES = (8192, 12288, 16384, 32768)
 """Sizes whose coverage is reported."""
+PARTS = (64, 32, 16, 8, 4, 2, 1)
+"""Parts of a vocabulary whose coverage a comparison reports: 64 is its most frequent 1/64."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +75,9 @@ def coverage(counts: NDArray[np.int64], sizes: tuple[int, ...] = SIZES) -> dict[
     """Return the share of all occurrences that the most frequent tokens have, by size of the vocabulary."""
     falling = np.sort(counts)[::-1]
     return {size: float(falling[:size].sum() / max(1, falling.sum())) for size in sizes if size <= len(counts)}
+
+
+def frequencies(counts: NDArray[np.int64]) -> list[tuple[float, float]]:
+    """Return shares of a vocabulary and of all occurrences that its most frequent tokens have (Lyanna, Figure 7)."""
+    sizes = tuple(max(1, len(counts) // part) for part in PARTS)
+    return [(size / len(counts), share) for size, share in coverage(counts, sizes).items()]

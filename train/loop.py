@@ -81,6 +81,7 @@ def train(
         spent = Spent(spent.tokens + batch.size, spent.seconds + seconds)
         if done == recipe.steps:  # before the report, which may measure and fail
             save_checkpoint(out, _state(objective, optimizers, recipe, identity, done, spent))
+        metrics = {"loss": float(loss.detach()), **metrics}
         report(StepReport(done, recipe.steps, recipe.lr_factor(step), metrics, batch.size, seconds))
         if done % checkpoint_every == 0 and done < recipe.steps:
             save_checkpoint(out, _state(objective, optimizers, recipe, identity, done, spent))

@@ -14,10 +14,10 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from redraft import names
+from redraft.bench.report_latency import TOGETHER
 from redraft.errors import BundleError
 
 STAGES = ("head", "softmax", "top_k")
-WHOLE = "all"
 OPSET, IR_VERSION = 24, 11
 _INPUT, _LOGITS, _PROBS, _BEST, _CHOSEN = "in", "logits", "probabilities", "best", "chosen"
 
@@ -71,7 +71,7 @@ def write_stages(draft: Path, hidden: int, vocabulary: int, width: int, folder: 
         "head": ([product], hidden, weights),
         "softmax": ([softmax(_INPUT)], vocabulary, []),
         "top_k": ([top_k(_INPUT)], vocabulary, [count]),
-        WHOLE: ([product, softmax(_LOGITS), top_k(_PROBS)], hidden, [*weights, count]),
+        TOGETHER: ([product, softmax(_LOGITS), top_k(_PROBS)], hidden, [*weights, count]),
     }
     paths = {}
     for name, (nodes, size, tensors) in stages.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lyanna.head import STAGES, WHOLE, outputs_of, write_stages
+from experiments.lyanna.head import TOGETHER, outputs_of, write_stages
 from experiments.lyanna.parts import (
     KV_LEN,
     PARTS,
@@ -31,6 +31,7 @@ from experiments.lyanna.text import note
 from experiments.sessions import open_session
 from experiments.timing import interleaved
 from redraft.bench.environment import environment
+from redraft.bench.report_latency import tables as tables  # a part of experiments.lyanna has `measure` and `tables`
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.onnxruntime_backend import bound_call
 from redraft.errors import BundleError
@@ -137,7 +138,7 @@ def from_parts(layer_ms: float, logits: Mapping[str, Any], steps: int, width: in
     """
 
     def whole(rows: int, way: str = "one_pass") -> float:
-        return float(logits[str(rows)][way][WHOLE]["median"])
+        return float(logits[str(rows)][way][TOGETHER]["median"])
 
     return {
         "lyanna": layer_ms + whole(steps),
@@ -146,39 +147,8 @@ def from_parts(layer_ms: float, logits: Mapping[str, Any], steps: int, width: in
     }
 
 
-def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """Return tables: logits by N, calls against verification, a draft's parts, and drafts computed from parts."""
-    logits = [["N", "way", *(f"{stage} ms" for stage in STAGES), "together ms", "least ms"]]
-    for count, ways in result["logits_ms"].items():
-        for way, stages in ways.items():
-            cells = [f"{stages[stage]['median']:.4f}" for stage in (*STAGES, WHOLE)]
-            logits.append([count, way.replace("_", " "), *cells, f"{stages[WHOLE]['least']:.4f}"])
-    one = result["turns_ms"]["t(1)"]
-    computed = [["draft", "ms", "of t(1)"]]
-    computed += [
-        [name.replace("_", " "), f"{ms:.4f}", f"{ms / one['median']:.3f}"]
-        for name, ms in result["computed_from_parts_ms"].items()
-    ]
-    draft = f"one draft of {result['steps']} steps"
-    return {
-        "logits of N steps: one pass of N rows against N passes of one row": logits,
-        "calls in turn with the verifier": _shares("call", result["turns_ms"], "t(1)"),
-        f"{draft}, by graphs cut after each part": _shares("part", result["parts_ms"], "draft"),
-        f"{draft}, profiled, which makes every kernel slower": _shares("part", result["profile_ms"], "call"),
-        "drafts computed from measured parts (medians), not run": computed,
-    }
-
-
-def _shares(what: str, found: Mapping[str, Times], whole: str) -> list[list[str]]:
-    rows = [[what, "median ms", "least ms", f"median of {whole}", f"least of {whole}"]]
-    for name, taken in found.items():
-        kinds = ("median", "least")
-        rows.append([name, *(f"{taken[k]:.4f}" for k in kinds), *(f"{taken[k] / found[whole][k]:.3f}" for k in kinds)])
-    return rows
-
-
 def _call(session: Any, stage: str, rows: int, shape: LyannaShape) -> Callable[[], None]:
-    size = shape.hidden if stage in ("head", WHOLE) else shape.draft_vocabulary
+    size = shape.hidden if stage in ("head", TOGETHER) else shape.draft_vocabulary
     values = np.random.default_rng(0).standard_normal((1, rows, size), np.float32)
     return bound_call(session, {"in": values}, outputs_of(stage, rows, shape.draft_vocabulary, shape.width))
 

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.bench.test_report_embedded import latency
 
 from redraft.bench import report
 from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
+from redraft.bench.report_embedded import read_latency
 from redraft.bench.report_page import write_page
 from redraft.bench.report_plots import draw
 from redraft.bench.report_runs import against, pairs, speeds, stages, tokens_a_step
@@ -200,8 +202,21 @@ def test_progress_is_over_kinds_then_seeds_of_the_steps_that_all_have(comparison
         ]
     (comparison / "results.json").write_text(json.dumps(results))
     found = trained([comparison])[0]
-    assert found["runs"]["one"]["progress"] == [{"step": 2, "chain_tokens": 3.25, "accuracy": 0.625}]
+    assert found["runs"]["one"]["progress"] == [{"step": 2, "chain_tokens": 3.25, "accuracy": 0.625, "loss": None}]
     assert found["runs"]["two"]["progress"] == []  # results of an older version have none
+
+
+def test_losses_are_means_over_seeds_if_all_have_them(comparison: Path) -> None:
+    results = json.loads((comparison / "results.json").read_text())
+    for result, losses in zip(results, ({1: 3.0, 2: 2.0}, {1: 2.0}, {1: 4.0}), strict=True):
+        line = {"chain_tokens": {"a": 2.0}, "accuracy": {"a": 0.5}}
+        result["progress"] = [
+            {"step": step, **line, **({"loss": losses[step]} if step in losses else {})} for step in (1, 2)
+        ]
+    (comparison / "results.json").write_text(json.dumps(results))
+    runs = trained([comparison])[0]["runs"]
+    assert [each["loss"] for each in runs["one"]["progress"]] == [2.5, None]
+    assert [each["loss"] for each in runs["two"]["progress"]] == [4.0, None]
 
 
 def figures(comparison: Path) -> dict[str, Any]:
@@ -229,7 +244,7 @@ def figures(comparison: Path) -> dict[str, Any]:
         "estimates": {"first": {"predicted": 1.75, "measured": 2.0, "steps": 1}, "second": None},
         "costs": {"kv_len": 256, "verify_ms": {"1": 2.0, "4": 3.0}, "draft_ms": {"first": 0.5, "second": 0.25}},
         "sizes": {"first": sizes},
-        "trained": trained([comparison]), "controllers": None, "peers": None,
+        "trained": trained([comparison]), "controllers": None, "peers": None, "latency": None,
     }  # fmt: skip
 
 
@@ -275,3 +290,17 @@ def test_the_page_has_tests_over_seeds_and_a_picture_of_progress(tmp_path: Path,
     assert p < 0.05
     assert f"<b>{p:.3f}</b>" in text
     assert "Welch" in text
+
+
+def test_the_page_has_frequencies_and_the_parts_of_a_draft(tmp_path: Path, comparison: Path) -> None:
+    results = json.loads((comparison / "results.json").read_text())
+    results[0]["frequencies"] = [(0.25, 0.9434), (1.0, 1.0)]
+    (comparison / "results.json").write_text(json.dumps(results))
+    (tmp_path / "latency.json").write_text(json.dumps(latency()))
+    found = {**figures(comparison), "latency": read_latency(tmp_path / "latency.json")}
+    pictures = draw(found, "a title", tmp_path)
+    text = write_page(found, pictures, tmp_path).read_text(encoding="utf-8")
+    assert {"frequencies", "logits"} <= set(pictures)
+    assert text.count("<svg") == len(pictures) == 10
+    assert "94.3 % are among the most frequent\n25.0 % of the vocabulary" in text
+    assert "<td>eagle like chain<td>3.0000<td>0.300" in text

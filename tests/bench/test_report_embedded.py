@@ -12,7 +12,8 @@ from tests.bench import test_controllers as controllers
 from tests.bench import test_peers as peers
 
 from redraft.bench.controllers import figures
-from redraft.bench.report_embedded import read_controllers, read_peers
+from redraft.bench.report_embedded import read_controllers, read_latency, read_peers
+from redraft.bench.report_latency import TOGETHER, tables
 from redraft.bench.report_page import _peer_tables
 from redraft.errors import UsageError
 
@@ -40,8 +41,30 @@ def test_peers_are_kept_without_folders_of_their_machine(tmp_path: Path) -> None
     assert ratios[1] == ["peer", "plain", "2.00 (-) of ngram", "failed"]
 
 
+def latency() -> dict[str, Any]:
+    """Times of two steps, as `experiments.lyanna latency --json` prints them."""
+    some = {"median": 2.0, "least": 1.0}
+    stages = {stage: some for stage in ("head", "softmax", "top_k", TOGETHER)}
+    return {
+        "environment": {"cpu": "a CPU", "threads": 2}, "steps": 2,
+        "logits_ms": {count: {"one_pass": stages, "iterative": stages} for count in ("1", "2")},
+        "turns_ms": {"t(1)": {"median": 10.0, "least": 9.0}, "draft": some}, "parts_ms": {"layer": some, "draft": some},
+        "profile_ms": {"layer": some, "call": some}, "computed_from_parts_ms": {"lyanna": 2.5, "eagle_like_chain": 3.0},
+    }  # fmt: skip
+
+
+def test_times_of_a_drafts_parts_are_of_the_command_and_its_tables(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    path.write_text(json.dumps(latency()))
+    assert read_latency(path) == latency()
+    logits, turns, *_, computed = tables(latency()).values()
+    assert logits[1] == ["1", "one pass", "2.0000", "2.0000", "2.0000", "2.0000", "1.0000"]
+    assert turns[2] == ["draft", "2.0000", "1.0000", "0.200", "0.111"]
+    assert computed[1] == ["lyanna", "2.5000", "0.250"]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"controllers": {"fixed": {}}}', '{"decoders": {"fp32": {}}}'])
-@pytest.mark.parametrize("read", [read_controllers, read_peers])
+@pytest.mark.parametrize("read", [read_controllers, read_peers, read_latency])
 def test_files_of_something_else(read: Callable[[Path], dict[str, Any]], text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(text)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 
 from redraft.bench.report_sizes import _training, matrix_products
 
@@ -30,7 +31,17 @@ def test_products_are_those_of_every_use_of_a_matrix(tmp_path: Path) -> None:
 def test_training_of_a_drafter_is_of_the_folder_that_it_was_built_from(tmp_path: Path) -> None:
     training = {"step": 7, "spent": {"tokens": 800, "seconds": 9.0}}
     (tmp_path / "config.json").write_text(json.dumps({"training": training}))
-    manifest: Any = SimpleNamespace(options=("--drafter", f"one={tmp_path},width=1", "--drafter", "two=gone"))
+    manifest: Any = SimpleNamespace(
+        name="other", options=("--drafter", f"one={tmp_path},width=1", "--drafter", "two=gone")
+    )
     assert _training(manifest, "one") == {"steps": 7, "tokens": 800, "seconds": 9.0}
     assert _training(manifest, "two") is None
     assert _training(manifest, "three") is None
+
+
+def test_training_of_a_recipes_drafter_is_of_the_recipes_folder() -> None:
+    manifest: Any = SimpleNamespace(name="smollm2-135m", options=("--drafter", "all"))
+    assert _training(manifest, "hass-long") == {
+        "steps": 400, "tokens": 432_580, "seconds": pytest.approx(882.7, abs=0.1),
+    }  # fmt: skip
+    assert _training(manifest, "none of it") is None

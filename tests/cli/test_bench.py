@@ -352,6 +352,7 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
         (["--trained", "runs"], "--trained belongs to --report"),
         (["--chains", "engines"], "--chains belongs to --report"),
         (["--baseline", "ngram"], "--baseline belongs to --report"),
+        (["--latency-json", "file"], "--latency-json belongs to --report"),
         (["--controllers-json", "file"], "--controllers-json belongs to --report"),
         (["--peers", "file"], "--peers belongs to --report"),
         (["--report", "page", "--baseline", "other"], "--baseline 'other' is not among the methods"),

@@ -24,7 +24,7 @@ from experiments.lyanna import __main__ as lyanna
 from experiments.lyanna import latency, resampling, traces, training
 from experiments.lyanna.acceptance import VARIANTS
 from experiments.lyanna.acceptance import tables as acceptance_tables
-from experiments.lyanna.head import WHOLE, find_head, needed, outputs_of, write_stages
+from experiments.lyanna.head import TOGETHER, find_head, needed, outputs_of, write_stages
 from experiments.lyanna.objectives import TableObjective
 from experiments.lyanna.parts import cuts, split_runs
 from experiments.lyanna.resampling import FRESH, Variant, decode_in_turns, drafter_settings, sources, speed
@@ -261,7 +261,7 @@ def test_stages_have_the_sizes_of_the_draft_and_compute_their_part(tmp_path: Pat
     x = np.random.default_rng(1).standard_normal((1, 5, HIDDEN)).astype(np.float32)
     logits, probabilities, best, whole = (
         ort.InferenceSession(str(paths[stage]), providers=["CPUExecutionProvider"])
-        for stage in ("head", "softmax", "top_k", WHOLE)
+        for stage in ("head", "softmax", "top_k", TOGETHER)
     )
     scores = logits.run(None, {"in": x})[0]
     assert scores.shape == (1, 5, VOCABULARY)
@@ -274,7 +274,7 @@ def test_stages_have_the_sizes_of_the_draft_and_compute_their_part(tmp_path: Pat
         session = ort.InferenceSession(str(paths[stage]), providers=["CPUExecutionProvider"])
         outputs = outputs_of(stage, 5, VOCABULARY, WIDTH)
         assert [output.name for output in session.get_outputs()] == list(outputs)
-        run = session.run(None, {"in": x if stage in ("head", WHOLE) else scores})
+        run = session.run(None, {"in": x if stage in ("head", TOGETHER) else scores})
         assert [value.shape for value in run] == [array.shape for array in outputs.values()]
 
 
@@ -324,7 +324,7 @@ def test_parts_are_differences_of_cuts():
 
 def test_an_eagle_like_draft_pays_its_head_after_every_step():
     def ways(rows):
-        return {"one_pass": {WHOLE: {"median": 1.0 + rows / 10}}, "iterative": {WHOLE: {"median": 1.1 * rows}}}
+        return {"one_pass": {TOGETHER: {"median": 1.0 + rows / 10}}, "iterative": {TOGETHER: {"median": 1.1 * rows}}}
 
     logits = {str(rows): ways(rows) for rows in range(1, 7)}
     found = latency.from_parts(5.0, logits, steps=3, width=4)

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -14,7 +15,7 @@ from redraft.errors import TrainingError, UsageError
 from redraft.train import compare, drafter_run, kept_states
 from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, results_table, train_all
 from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_run import PROGRESS, TEXTS
+from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS
 from redraft.train.objectives.feature_drafter import MEASURED
 from redraft.train.run_facts import RunFacts
 from redraft.train.trained_drafter import TrainedDrafter
@@ -88,6 +89,11 @@ def test_runs_share_texts_and_each_has_its_own_settings(verifier_folder, prose, 
         assert [line["step"] for line in one.progress] == [2, 4]
         assert one.progress[-1]["chain_tokens"] == one.chain_tokens
         assert one.progress[-1]["accuracy"] == {"prose": pytest.approx(sum(shares) / len(shares))}
+        assert [line["loss"] for line in one.progress] == [line["losses"]["loss"] for line in lines]
+        counts = np.sort(np.load(out / f"{one.name}.{one.seed}" / COUNTS))[::-1]
+        assert [(round(part * len(counts)), round(share * counts.sum())) for part, share in one.frequencies] == [
+            (size, counts[:size].sum()) for size in (len(counts) // part for part in (64, 32, 16, 8, 4, 2, 1))
+        ]
         facts = json.loads((out / f"{one.name}.{one.seed}" / "run.json").read_text())
         assert facts["config"]["draft_vocab_size"] == 300
     assert results[0].parameters < results[1].parameters
