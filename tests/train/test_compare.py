@@ -258,7 +258,9 @@ def test_a_run_cannot_start_from_a_later_or_unknown_one(students):
         CompareRecipe.load(str(students))
 
 
-@pytest.mark.parametrize("name", ["compare", "compare-tiny", "compare-smollm2", "compare-students-tiny"])
+@pytest.mark.parametrize(
+    "name", ["compare", "compare-tiny", "compare-smollm2", "compare-students-tiny", "compare-lyanna-tiny"]
+)
 def test_our_comparisons_are_valid(name):
     assert len(CompareRecipe.load(name).runs) >= 5
 
