@@ -151,7 +151,9 @@ def test_a_run_may_begin_with_published_medusa_heads(verifier_folder, two, tmp_p
     start = tmp_path / "heads"
     train_drafter("medusa", verifier_folder, two, tmp_path / "second", replace(recipe, steps=1), start=start)
     other = replace(recipe, drafter=replace(recipe.drafter, heads=3))
-    with pytest.raises(CheckpointError, match="has another heads: expected 3, found 4; give a --start"):
+    with pytest.raises(
+        CheckpointError, match="begin this run: it has heads = 4, the recipe's drafter has heads = 3; give a"
+    ):
         train_drafter("medusa", verifier_folder, two, tmp_path / "third", other, start=start)
 
 
