@@ -157,6 +157,13 @@ def test_a_run_may_begin_with_published_medusa_heads(verifier_folder, two, tmp_p
         train_drafter("medusa", verifier_folder, two, tmp_path / "third", other, start=start)
 
 
+def test_only_a_run_can_be_published(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("absent", "file"):
+        with pytest.raises(TrainingError, match=f"{name} is not a drafter's run: it has no run.json; give a folder"):
+            publish_drafter(tmp_path / name, tmp_path / "out")
+
+
 def test_an_interrupted_write_leaves_no_text(verifier_folder, two, tmp_path, monkeypatch):
     def torn(file, array):
         file.write(b"half")
@@ -328,7 +335,7 @@ def test_resuming_something_else_is_refused(verifier_folder, two, sources, finis
         go(altered(verifier_folder, tmp_path / "other"), two, out, resume=True)
     with pytest.raises(UsageError, match="already holds a run"):
         go(verifier_folder, two, out)
-    with pytest.raises(TrainingError, match="to resume"):
+    with pytest.raises(TrainingError, match=r"has no checkpoint\.pt: no step was saved; start the run"):
         go(verifier_folder, two, tmp_path / "nothing", resume=True)
 
 
