@@ -90,6 +90,7 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
         opened = DrafterCheckpoint.open(path)
         settings = find_exporter(method_of(drafter).id).configure(opened, build_options(drafter, config))
         shape, identity = decoder_shape(support.load_config(checkpoint)), Identity.from_digests(checkpoint, digests)
+        opened.entries()  # refuses a truncated file
         opened.check_verifier(settings, shape.hidden, shape.vocabulary, identity)
 
 

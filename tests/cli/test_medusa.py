@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,14 @@ def test_heads_from_training_to_text(
         ):
             assert main.run([*map(str, build), f"{drafter},{option}"]) in (1, 2)
             assert line in capsys.readouterr().err
+        other = Path(shutil.copytree(drafter, tmp_path / "other"))
+        text = (drafter / "config.json").read_text()
+        (other / "config.json").write_text(text.replace(json.loads(text)["verifier"]["weights"][0], "0" * 64))
+        assert main.run([*map(str, build), str(other)]) == 1
+        assert "was trained for another verifier: expected weights 000000000000" in capsys.readouterr().err
+        os.truncate(other / "model.safetensors", 100)
+        assert main.run([*map(str, build), str(other)]) == 1
+        assert "model.safetensors is truncated" in capsys.readouterr().err
     built = run(*build, f"{drafter},draft_vocabulary=20,nodes=9")["drafters"]
     assert built["medusa"]["summary"].endswith("heads, static tree of 9 nodes, 20 of 32 tokens")
 
