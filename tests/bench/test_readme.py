@@ -17,8 +17,8 @@ REPORT, SECOND = "docs/reports/smollm2/report.json", "docs/reports/smollm2-int8/
 
 
 TEXT_SPEED, ONE_BOUND = (
-    '{"methods": ["one"], "temperatures": {"0": {"tokens_a_step": {}, "speeds": {"one": {"all": %s}}}}}' % cell
-    for cell in ('{"speed": "fast", "interval": null}', '{"speed": 1.5, "interval": [1.0]}')
+    json.dumps({"methods": ["one"], "temperatures": {"0": {"tokens_a_step": {}, "speeds": {"one": {"all": cell}}}}})
+    for cell in ({"speed": "fast", "interval": None}, {"speed": 1.5, "interval": [1.0]})
 )
 
 
@@ -61,7 +61,7 @@ def test_a_page_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "report.json").write_text(json.dumps(figures(1.25, None)))
     (tmp_path / "page.md").write_bytes(b"\xff\xfe")
     monkeypatch.setattr(sys, "argv", ["readme", str(tmp_path / "report.json"), "--write", str(tmp_path / "page.md")])
-    with pytest.raises(UsageError, match="page.md is not UTF-8; give another file"):
+    with pytest.raises(UsageError, match=r"page\.md is not UTF-8; give another file"):
         readme.main()
 
 
