@@ -16,7 +16,7 @@ import redraft.export
 import redraft.methods
 from redraft import names, signatures
 from redraft.assembly import tokenizers
-from redraft.assembly.drafters import drafter_digests, resolve_drafters, stage_drafters
+from redraft.assembly.drafters import check_drafters, drafter_digests, resolve_drafters, stage_drafters
 from redraft.assembly.evaluation import perplexities
 from redraft.assembly.models import Model, Report
 from redraft.assembly.options import options_of
@@ -66,6 +66,7 @@ def build_bundle(
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     config = resolve_drafters(config, checkpoint)
+    check_drafters(config, checkpoint, digests)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
     tools = find_tools(config) if config.backend == "tensorrt" else None
     checked = {} if check else {"check": "skipped"}

@@ -72,6 +72,28 @@ def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
     return options
 
 
+def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapping[str, str]) -> None:
+    """Check trained drafters before any export: their options, and that they belong to this verifier.
+
+    digests: of the checkpoint's files, by name. Raises CheckpointError and UsageError.
+    """
+    from redraft.export import support
+    from redraft.export.drafters import find_exporter
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
+    from redraft.export.drafters.published import recognise
+    from redraft.export.shapes import decoder_shape
+
+    for drafter in config.drafters:
+        path = Path(str(drafter.source))
+        if drafter.source in (RANDOM, NATIVE) or is_plain_checkpoint(path) or recognise(path):
+            continue
+        opened = DrafterCheckpoint.open(path)
+        settings = find_exporter(method_of(drafter).id).configure(opened, build_options(drafter, config))
+        shape, identity = decoder_shape(support.load_config(checkpoint)), Identity.from_digests(checkpoint, digests)
+        opened.entries()  # refuses a truncated file
+        opened.check_verifier(settings, shape.hidden, shape.vocabulary, identity)
+
+
 def native_drafter(path: Path) -> str:
     """Return a line about the drafter inside of the checkpoint in `path`; empty if it has none. Imports torch."""
     from redraft.export.drafters import find_exporter

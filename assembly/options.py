@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
 
 NO_DRAFTER, ALL_DRAFTERS = "none", "all"
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+"""A whole number. The method refuses one that is out of range."""
 DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 
 
@@ -101,7 +104,7 @@ def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
             raise UsageError(
                 f"--drafter {text!r}: expected {DRAFTER_FORM}", f"{pair!r} is not KEY=VALUE, or is repeated"
             )
-        values[key] = int(value) if value.isdecimal() else value
+        values[key] = int(value) if _WHOLE.fullmatch(value) else value
     return values
 
 

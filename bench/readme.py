@@ -40,6 +40,8 @@ def main() -> None:
         options.write.write_text(placed(page, text), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {options.write}: {error.strerror}", "give another file") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{options.write} is not UTF-8", "give another file") from None
 
 
 def table(report: Mapping[str, Any], second: Mapping[str, Any] | None = None) -> str:
@@ -54,7 +56,7 @@ def table(report: Mapping[str, Any], second: Mapping[str, Any] | None = None) ->
             head.append(f"{second['environment']['model']['precision']}: speed, T = 0")
             for name, row in zip(report["methods"], rows, strict=True):
                 row.append(_speed(second, "0", name))
-    except (KeyError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError, ValueError):
         raise UsageError("the file has no figures of a report", f"give {_FORM}") from None
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)

@@ -25,7 +25,7 @@ def read_controllers(path: Path) -> dict[str, Any]:
         tables(found)
         kept = {key: value for key, value in found.items() if key != "plots"}
         return {**kept, "method": str(found["method"]), "outputs": int(found["outputs"]), "timed": int(found["timed"])}
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
         hint = "give the output of `redraft bench --controllers … --json`"
         raise UsageError(f"{path} has no comparison of controllers", hint) from None
 
@@ -47,7 +47,7 @@ def read_peers(path: Path) -> dict[str, Any]:
         speed_rows(found)
         ratio_rows(found)
         return found
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
         raise UsageError(f"{path} has no peers", "give the output of `python -m redraft.bench.peers --json`") from None
 
 

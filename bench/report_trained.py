@@ -35,12 +35,12 @@ def trained(folders: Sequence[Path]) -> list[dict[str, Any]]:
                 {**table, "title": title, "rows": _rows(runs, table["runs"])}
                 for title, table in about.get("tables", {}).items()
             ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found.append({
+                "verifier": about["verifier"], "schedule": about["schedule"], "runs": runs, "tables": tables,
+                "frequencies": frequencies,
+            })  # fmt: skip
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
             raise UsageError(f"{folder} has no comparison ({error})", "give a folder of `redraft train all`") from None
-        found.append({
-            "verifier": about["verifier"], "schedule": about["schedule"], "runs": runs, "tables": tables,
-            "frequencies": frequencies,
-        })  # fmt: skip
     return found
 
 

@@ -189,6 +189,8 @@ def bench(
             if ways:
                 settings = replace(settings, ways=speculations(ways, method_of(runtime, listed), size))
                 chosen = list(settings.ways)
+            elif unknown := next((name for name in chosen if name not in (INEXACT, *runtime.methods)), None):
+                runtime.warm(unknown)  # raises now, not after the methods before it
             fast = None
             if INEXACT in chosen:
                 _check_inexact(runtime, engines)

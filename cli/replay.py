@@ -26,8 +26,9 @@ def replay(
     from redraft.bench.prompts import read_text
     from redraft.runtime import trace as traces
 
+    text = read_text(trace)
     try:
-        played = traces.replay(read_text(trace).splitlines())
+        played = traces.replay(text.splitlines())
     except DataError as error:
         raise DataError(f"{trace}: {error.message}", "generate it again") from None
     if not played.requests:

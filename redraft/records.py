@@ -75,7 +75,8 @@ def _decode_record(cls: Any, values: Mapping[str, Any], path: str) -> Any:
     for word, keys in (("unknown", set(values) - set(known)), ("missing", required - set(values))):
         if keys:
             listed = ", ".join(_join(path, key) for key in sorted(keys))
-            raise UsageError(f"{word} key {listed}", f"known keys are {', '.join(sorted(known))}")
+            known_keys = f"known keys are {', '.join(sorted(known))}" if known else "leave it out: no key is known here"
+            raise UsageError(f"{word} key {listed}", known_keys)
     hints = get_type_hints(cls, include_extras=True)
     return cls(**{key: _decode(hints[key], item, _join(path, key)) for key, item in values.items()})
 

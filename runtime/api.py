@@ -43,6 +43,8 @@ from redraft.runtime.verifier import Verifier, open_verifier
 Prompt = str | Sequence[int]
 """Text, or token ids that are used unchanged."""
 GREEDY = SamplingParams()
+MOST_THREADS = 1024
+"""Most threads of an engine. ONNX Runtime starts any number, which takes minutes for a hundred thousand."""
 _SAVE_STEPS = 256
 """A generation writes the estimated costs to disk if this many steps have corrected them."""
 
@@ -86,11 +88,16 @@ class Runtime:
                 False uses kernels that compute single tokens of one sequence a few percent faster. They round
                 differently from kernels for several tokens, so most longer texts differ in 8 and 4 bits.
         The first opening on a machine takes a second longer, since it measures verification costs.
-        Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, or an unknown device.
+        Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, for more than MOST_THREADS,
+        or an unknown device.
         """
         for name, value in (("max_num_seqs", max_num_seqs), ("threads", 1 if threads is None else threads)):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
+        if threads is not None and threads > MOST_THREADS:
+            raise UsageError(
+                f"threads must be at most {MOST_THREADS}, not {threads}", "give one a core, or leave it out"
+            )
         bundle = open_bundle(path, verify)
         _check_options(drafter_options, bundle)
         manifest = bundle.manifest

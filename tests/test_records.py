@@ -83,6 +83,15 @@ def test_a_missing_key_is_named() -> None:
         from_plain(Whole, {}, "it")
 
 
+def test_a_record_without_keys_says_so() -> None:
+    @dataclass(frozen=True)
+    class Nothing:
+        pass
+
+    with pytest.raises(UsageError, match="it: unknown key a; leave it out: no key is known here"):
+        from_plain(Nothing, {"a": 1}, "it")
+
+
 def test_a_record_that_is_no_table() -> None:
     with pytest.raises(UsageError, match="it: must be a table, not 3"):
         from_plain(Whole, 3, "it")

@@ -30,7 +30,9 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise TrainingError(f"no checkpoint {path} to resume", "start without --resume") from None
+        raise TrainingError(
+            f"{folder} has no {path.name}: no step was saved", "start the run without --resume"
+        ) from None
     except Exception as error:  # torch raises several types for damaged files  # noqa: BLE001
         raise TrainingError(f"{path} cannot be read: {error}", "start again without --resume") from None
     return state

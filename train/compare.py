@@ -254,7 +254,7 @@ def _check_same(recipe: CompareRecipe, out: Path, facts: Mapping[str, Any]) -> d
         except (KeyError, TypeError, UsageError):
             raise TrainingError(f"{path} is damaged or of another version", "give another --out") from None
         if changed:
-            raise TrainingError(f"{out} has a comparison with another {changed[0]}", "give another --out")
+            raise TrainingError(f"{out} has a comparison that differs in its {changed[0]}", "give another --out")
         now["tables"] = now["tables"] or before.get("tables", {})
     path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     return {name: run["method"] for name, run in now["runs"].items()}

@@ -134,6 +134,6 @@ def read_recipe(name_or_path: str) -> tuple[dict[str, Any], str]:
         return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
     except FileNotFoundError:
         shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
-        raise UsageError(f"no recipe {path}", f"give a .toml file or one of: {shipped}") from None
+        raise UsageError(f"no recipe {name_or_path}", f"give a .toml file or one of: {shipped}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None

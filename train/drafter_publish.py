@@ -38,7 +38,7 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
 
     storage: of its matrices; None takes the method's own.
     """
-    state, facts = load_checkpoint(run), run_facts(run)
+    facts, state = run_facts(run), load_checkpoint(run)
     method = find_method(facts.method)
     storage = storage or method.storage
     recipe = method.recipe.from_dict(state["recipe"], str(run))

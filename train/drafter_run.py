@@ -86,7 +86,9 @@ def train_drafter(
     fill = _start(method, recipe) if began is None else began.begin
     material: DrafterText
     if texts is not None:
-        material = WrittenText(texts, recipe, method.hidden_states(config))
+        material = written = WrittenText(texts, recipe, method.hidden_states(config))
+        if written.computed_again:
+            report.note(written.computed_again)
     else:
         material = DocumentText(kept or out / TEXTS, found, recipe, sources, report.writing)
     recipe = material.recipe

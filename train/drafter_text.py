@@ -129,6 +129,19 @@ class WrittenText:
         self._texts = TextSet(folder, recipe.held_out_every, hidden_states, recipe.answers)
         self.digest = self._texts.digest
         self.settings = {"seed": recipe.seed, "held_out_every": recipe.held_out_every, "texts": recipe.texts}
+        self._hidden_states = hidden_states
+
+    @property
+    def computed_again(self) -> str:
+        """A line about hidden states that the texts lack although they keep others; empty if they lack none."""
+        if not (lacking := self._texts.lacking):
+            return ""
+        needed = ",".join(self._hidden_states)
+        return (
+            f"{self._folder} keeps no hidden states {', '.join(lacking)}: the verifier computes all states again at "
+            f"every step; `redraft train states PACKED --hidden-states {needed}` keeps them, with a folder PACKED of "
+            "`redraft train pack`"
+        )
 
     @property
     def batches(self) -> float:

@@ -41,7 +41,9 @@ class KeptStates:
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             if changed := next((name for name in now if before.get(name) != now[name]), None):
-                raise TrainingError(f"{folder} keeps states of another {changed}", "remove it, or give another --out")
+                raise TrainingError(
+                    f"{folder} keeps states of a run that differs in its {changed}", "remove it, or give another --out"
+                )
         else:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")

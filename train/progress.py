@@ -55,6 +55,10 @@ class ProgressReport:
             self._losses.clear()
             self._last_line = now
 
+    def note(self, line: str) -> None:
+        """Show a line."""
+        self._console.print(line, soft_wrap=True, markup=False)
+
     def writing(self, name: str, done: int, rows: int) -> None:
         """Show the verifier's progress in writing a text."""
         now = time.monotonic()

@@ -35,7 +35,7 @@ class RunFacts:
         """Return the facts in a run folder, or None if it has none."""
         try:
             return from_plain(cls, json.loads((run / RUN).read_text(encoding="utf-8")), RUN)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, UsageError) as error:
             raise TrainingError(f"{run / RUN} is damaged ({error})", "give another --out") from None

@@ -56,8 +56,12 @@ class TextSet:
         self.training: list[_Text] = []
         self.held_out: list[_Text] = []
         Shards(folder).check_complete()
+        self.lacking: tuple[str, ...] = ()
+        """Those that a shard lacks although it keeps others. Its texts then have no states."""
         sha = hashlib.sha256()
         for shard in Shards(folder):
+            if TOP[0] in shard and not self.lacking:
+                self.lacking = tuple(name for name in self._hidden_states if HIDDEN + name not in shard)
             tokens = shard.array("tokens").astype(np.uint32)
             sha.update(tokens.tobytes())
             for text in _texts(shard):

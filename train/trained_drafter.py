@@ -68,8 +68,10 @@ class TrainedDrafter:
         own = _OWN | self.method.measures.keys()  # a run has no measurement before its first step
         for name in (name for name in found if name in wanted and name not in own):
             if found[name] != wanted[name]:
+                key, own_value, value = _first_difference(name, found[name], wanted[name])
                 raise CheckpointError(
-                    f"{self.path} has another {name}: expected {_short(wanted[name])}, found {_short(found[name])}",
+                    f"{self.path} cannot begin this run: it has {key} = {_short(own_value)}, the recipe's drafter has "
+                    f"{key} = {_short(value)}",
                     "give a --start of the recipe's form, or change the recipe",
                 )
         if self.config.__class__ is not config.__class__:
@@ -108,6 +110,14 @@ def trained_drafter(run: Path, facts: RunFacts, state: Mapping[str, Any]) -> nn.
 def _config(run: Path, facts: RunFacts) -> DrafterConfig:
     config: DrafterConfig = from_plain(find_method(facts.method).config, facts.config, str(run / RUN))
     return config
+
+
+def _first_difference(key: str, found: Any, wanted: Any) -> tuple[str, Any, Any]:
+    """Return the first key below `key` whose values differ, and both values; None for a missing one."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        inner = next(name for name in (*wanted, *found) if found.get(name) != wanted.get(name))
+        return _first_difference(f"{key}.{inner}", found.get(inner), wanted.get(inner))
+    return key, found, wanted
 
 
 def _short(value: object) -> str:

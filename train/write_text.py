@@ -131,7 +131,9 @@ def _begin(out: Path, facts: Mapping[str, Any]) -> None:
         return
     before = load_facts(out)
     if differing := next((name for name in facts if before.get(name) != facts[name]), None):
-        raise TrainingError(f"{out} holds texts of another {differing}", "give the same as before, or another --out")
+        raise TrainingError(
+            f"{out} holds texts of a run that differs in its {differing}", "give the same as before, or another --out"
+        )
 
 
 def check_written_by(texts: Path, verifier: VerifierModel) -> None:

@@ -57,6 +57,7 @@ class NativeExporter:
 class Exporter:
     """The functions by which a method writes graphs and tables of a drafter.
 
+    configure: (DrafterCheckpoint, options) -> DrafterConfig. It needs no verifier, so a build calls it first.
     trained: (id, DrafterCheckpoint, VerifierExport, Identity, folder, options, progress).
     random:  (id, the verifier's transformers configuration, VerifierExport, folder, options, progress).
     checkpoint: (id, the checkpoint of a decoder, VerifierExport, folder, options, progress), if the method takes one.
@@ -64,6 +65,7 @@ class Exporter:
     All raise CheckpointError for a drafter that does not fit, and UsageError for options that do not.
     """
 
+    configure: Callable[[Any, Any], Any]
     trained: Callable[..., ExportedDrafter]
     random: Callable[..., ExportedDrafter]
     checkpoint: Callable[..., ExportedDrafter] | None = None

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, read_header
+from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
 from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.sources import AnySource, Source
@@ -152,6 +152,14 @@ class DrafterCheckpoint:
                 f"{self.path} was trained for another verifier: expected weights {expected}, found {here}", hint
             )
 
+    def entries(self) -> dict[str, TensorEntry]:
+        """Return the stored tensors by name. Raises CheckpointError if the file is missing or truncated."""
+        file = self.path / WEIGHTS_FILE
+        try:
+            return {entry.name: entry for entry in read_header(file)}
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}", "train or download it again") from None
+
     def load(self, module: torch.nn.Module) -> TokenData:
         """Fill `module` in fp32 from the weights. Returns the data about tokens. Raises like `open_weights`."""
         source, tokens = self.open_weights({name: tuple(t.shape) for name, t in module.state_dict().items()})
@@ -165,11 +173,7 @@ class DrafterCheckpoint:
         Reads all weights, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a shape,
         number or draft vocabulary that does not fit, or if the file is not the one that config.json names.
         """
-        file = self.path / WEIGHTS_FILE
-        try:
-            entries = {entry.name: entry for entry in read_header(file)}
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}", "train or download it again") from None
+        file, entries = self.path / WEIGHTS_FILE, self.entries()
         vocabulary, drafted = int(self.config["vocab_size"]), int(self.config.get("draft_vocab_size", 0))
         expected = {
             **shapes,

@@ -60,6 +60,20 @@ RANDOM_LAYERS = 4
 def exporter_of(method: Method[DecoderShape]) -> Exporter:
     """Return the exporter of a method."""
 
+    def configure(drafter: DrafterCheckpoint, options: DecoderBuild) -> DraftModelConfig:
+        """Return a drafter's configuration. Raises CheckpointError if only one of drafter and method has steering."""
+        settings = drafter.configure(DraftModelConfig)
+        if settings.hidden_states and not method.hidden_states:
+            raise CheckpointError(
+                f"{drafter.path} has steering, which {method.id} does not read", f"leave out method={method.id}"
+            )
+        if method.hidden_states and not settings.hidden_states:
+            raise CheckpointError(
+                f"{drafter.path} is a drafter of {drafter.method}: it has no steering",
+                f"train it on with `redraft train {method.command} --start {drafter.path}`",
+            )
+        return settings
+
     def trained(
         name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
         options: DecoderBuild, progress: Progress = no_progress,
@@ -68,7 +82,7 @@ def exporter_of(method: Method[DecoderShape]) -> Exporter:
 
         Raises CheckpointError if it belongs to another verifier or method, or does not load.
         """
-        settings = _settings(drafter, method)
+        settings = configure(drafter, options)
         check_fit(drafter, settings, verifier, identity)
         module = empty_module(lambda: DraftModel(settings), verifier.shape.dtype)
         source, data = drafter.open_weights(parameter_shapes(module), stem(name))
@@ -118,22 +132,7 @@ def exporter_of(method: Method[DecoderShape]) -> Exporter:
         vocabulary = DraftVocabulary.of(_all_tokens(tokens), tokens)
         return _export(name, method, own, vocabulary, verifier, out, options, progress)
 
-    return Exporter(trained, random, checkpoint if method.takes_checkpoints else None)
-
-
-def _settings(drafter: DrafterCheckpoint, method: Method[DecoderShape]) -> DraftModelConfig:
-    """Return a drafter's configuration. Raises CheckpointError if only one of them has steering."""
-    settings = drafter.configure(DraftModelConfig)
-    if settings.hidden_states and not method.hidden_states:
-        raise CheckpointError(
-            f"{drafter.path} has steering, which {method.id} does not read", f"leave out method={method.id}"
-        )
-    if method.hidden_states and not settings.hidden_states:
-        raise CheckpointError(
-            f"{drafter.path} is a drafter of {drafter.method}: it has no steering",
-            f"train it on with `redraft train {method.command} --start {drafter.path}`",
-        )
-    return settings
+    return Exporter(configure, trained, random, checkpoint if method.takes_checkpoints else None)
 
 
 @dataclass(frozen=True)

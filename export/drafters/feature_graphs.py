@@ -53,11 +53,8 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
     form: fields of the configuration that make the method's drafters.   static: True for trees of one form.
     """
 
-    def trained(
-        name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
-        options: FeatureTreeBuild, progress: Progress = no_progress,
-    ) -> ExportedDrafter:  # fmt: skip
-        """Write the graph of `drafter`. Raises CheckpointError if it does not fit the verifier or does not load."""
+    def configure(drafter: DrafterCheckpoint, options: FeatureTreeBuild) -> FeatureConfig:
+        """Return the drafter's configuration. Raises CheckpointError for a drafter of another form."""
         if "fusion" not in drafter.config:
             raise CheckpointError(
                 f"{drafter.path} is a drafter of {drafter.method}, which {method.id} cannot use",
@@ -70,6 +67,14 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
                 f"{drafter.path} is no drafter of {method.id}: it has {found}, expected {expected}",
                 f"leave out method=, its own is {drafter.method}",
             )
+        return settings
+
+    def trained(
+        name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
+        options: FeatureTreeBuild, progress: Progress = no_progress,
+    ) -> ExportedDrafter:  # fmt: skip
+        """Write the graph of `drafter`. Raises CheckpointError if it does not fit the verifier or does not load."""
+        settings = configure(drafter, options)
         check_fit(drafter, settings, verifier, identity)
         module = empty_module(lambda: FeatureDrafter(settings), verifier.shape.dtype)
         source, tokens = drafter.open_weights(parameter_shapes(module), stem(name))
@@ -87,7 +92,7 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
         tokens = TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
         return _export(name, method, static, module, source, tokens, verifier, out, options, progress)
 
-    return Exporter(trained, random)
+    return Exporter(configure, trained, random)
 
 
 def _kind(config: FeatureConfig) -> str:

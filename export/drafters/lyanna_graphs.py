@@ -61,15 +61,22 @@ from redraft.names import Dtype
 _TRANSLATIONS = {**tracing.TRANSLATIONS, torch.ops.redraft.token_tree.default: emit_token_tree}
 
 
+def configure(drafter: DrafterCheckpoint, options: LyannaBuild) -> LyannaConfig:
+    """Return the drafter's configuration. Raises like `lyanna_shape` for options that do not fit."""
+    settings = drafter.configure(LyannaConfig)
+    lyanna_shape(settings, options)
+    return settings
+
+
 def export_lyanna(
     name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
     options: LyannaBuild, progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
     """Write the graphs of `drafter`, by the id `name`, into `out`, next to the graph of its verifier.
 
-    Raises CheckpointError if the drafter was trained for another verifier or does not load.
+    Raises CheckpointError if the drafter was trained for another verifier or does not load, and like `configure`.
     """
-    settings = drafter.configure(LyannaConfig)
+    settings = configure(drafter, options)
     check_fit(drafter, settings, verifier, identity)
     module = empty_drafter(settings, verifier.shape.dtype)
     source, tokens = drafter.open_weights(parameter_shapes(module), stem(name))
@@ -100,7 +107,7 @@ def export_random_for(
     return export_random_lyanna(name, settings, verifier, out, options, progress)
 
 
-EXPORTER = Exporter(export_lyanna, export_random_for)
+EXPORTER = Exporter(configure, export_lyanna, export_random_for)
 
 
 def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:

@@ -42,16 +42,22 @@ _LEAST = 1e-9
 """Least product of accuracies, for a finite logarithm."""
 
 
+def configure(drafter: DrafterCheckpoint, options: MedusaBuild) -> MedusaConfig:
+    """Return the drafter's configuration. Raises like `tree_of` if its heads do not cover the options."""
+    settings = drafter.configure(MedusaConfig)
+    tree_of(settings, options, settings.limited(options.draft_vocabulary))
+    return settings
+
+
 def export_medusa(
     name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
     options: MedusaBuild, progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
     """Write the graph of `drafter`, by the id `name`, into `out`, next to the graph of its verifier.
 
-    Raises CheckpointError if the drafter was trained for another verifier, does not load, or has not the heads or
-    accuracies that the options need.
+    Raises CheckpointError if the drafter was trained for another verifier or does not load, and like `configure`.
     """
-    settings = drafter.configure(MedusaConfig)
+    settings = configure(drafter, options)
     check_fit(drafter, settings, verifier, identity)
     module = empty_module(lambda: MedusaHeads(settings), verifier.shape.dtype)
     source, tokens = drafter.open_weights(parameter_shapes(module), stem(name))
@@ -68,7 +74,8 @@ def export_random(
     """
     heads = {"heads": options.steps} if options.steps else {}
     settings = configuration_of(configuration, verifier.shape.vocabulary, **heads)
-    assumed = tuple(0.5 ** (rank + 1) for rank in range(min(_RANDOM_RANKS, settings.vocab_size)))
+    ranks = min(max(_RANDOM_RANKS, options.width or 0), settings.vocab_size)
+    assumed = tuple(0.5 ** (rank + 1) for rank in range(ranks))
     settings = MedusaConfig(**{**vars(settings), "rank_accuracies": (assumed,) * settings.heads})
     module = empty_module(lambda: MedusaHeads(settings), verifier.shape.dtype)
     source = random_source(name, module, drafter_precision(options.precision, verifier), out)
@@ -76,7 +83,7 @@ def export_random(
     return _export(name, module, source, tokens, verifier, out, options, progress)
 
 
-EXPORTER = Exporter(export_medusa, export_random)
+EXPORTER = Exporter(configure, export_medusa, export_random)
 
 
 def _export(

@@ -33,6 +33,11 @@ from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 
+def configure(drafter: DrafterCheckpoint, options: MtpBuild) -> LayerConfig:
+    """Return the module's configuration. All options fit it."""
+    return drafter.configure(LayerConfig)
+
+
 def export_mtp(
     name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path, options: MtpBuild,
     progress: Progress = no_progress,
@@ -41,7 +46,7 @@ def export_mtp(
 
     Raises CheckpointError if the module belongs to another verifier or does not load.
     """
-    settings = drafter.configure(LayerConfig)
+    settings = configure(drafter, options)
     check_fit(drafter, settings, verifier, identity)
     module = _empty(settings, verifier)
     source, tokens = drafter.open_weights(parameter_shapes(module), stem(name))
@@ -62,7 +67,7 @@ def _all_tokens(verifier: VerifierExport) -> TokenData:
     return TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
 
 
-EXPORTER = Exporter(export_mtp, export_random, native=NativeExporter(require_module, export_native))
+EXPORTER = Exporter(configure, export_mtp, export_random, native=NativeExporter(require_module, export_native))
 
 
 def configuration_of(verifier: Any, vocabulary: int) -> LayerConfig:

@@ -71,7 +71,7 @@ class LyannaOptions:
     """
 
     resample: bool = True
-    threshold: Annotated[int, 0, "a number of steps"] = 0
+    threshold: Annotated[int, 0, "a number of steps from 0"] = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,12 @@ from redraft.errors import UsageError
 REPORT, SECOND = "docs/reports/smollm2/report.json", "docs/reports/smollm2-int8/report.json"
 
 
+TEXT_SPEED, ONE_BOUND = (
+    json.dumps({"methods": ["one"], "temperatures": {"0": {"tokens_a_step": {}, "speeds": {"one": {"all": cell}}}}})
+    for cell in ({"speed": "fast", "interval": None}, {"speed": 1.5, "interval": [1.0]})
+)
+
+
 def figures(speed: float, interval: list[float] | None) -> dict[str, Any]:
     cell = {"all": {"speed": speed, "interval": interval}}
     temperature = {"speeds": {"one": cell}, "tokens_a_step": {"one": {"all": {"tau": 1.754}}}}
@@ -51,13 +57,21 @@ def test_the_command_replaces_what_is_between_the_markers(tmp_path: Path, monkey
     assert page.read_text() == f"before\n{BEGIN}\n{table(figures(1.25, None))}\n{END}\nafter\n"
 
 
+def test_a_page_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(figures(1.25, None)))
+    (tmp_path / "page.md").write_bytes(b"\xff\xfe")
+    monkeypatch.setattr(sys, "argv", ["readme", str(tmp_path / "report.json"), "--write", str(tmp_path / "page.md")])
+    with pytest.raises(UsageError, match=r"page\.md is not UTF-8; give another file"):
+        readme.main()
+
+
 @pytest.mark.parametrize("page", ["", BEGIN, f"{END}{BEGIN}"])
 def test_a_page_without_markers(page: str) -> None:
     with pytest.raises(UsageError, match="no place for the table"):
         placed(page, "")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"methods": ["one"]}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"methods": ["one"]}', TEXT_SPEED, ONE_BOUND])
 def test_files_that_are_no_report(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)

@@ -148,6 +148,13 @@ def test_shares_by_depth_are_means_over_kinds_then_seeds(comparison: Path) -> No
     assert [share["seeds"] for share in run["wide"]] == [2]
 
 
+@pytest.mark.parametrize("damage", ["[]", "{}"])
+def test_a_comparison_without_its_facts(comparison: Path, damage: str) -> None:
+    (comparison / "compare.json").write_text(damage)
+    with pytest.raises(UsageError, match="has no comparison"):
+        trained([comparison])
+
+
 @pytest.mark.parametrize("damage", ["", "[]", '[{"name": "one"}]'])
 def test_a_folder_without_results(comparison: Path, damage: str) -> None:
     (comparison / "results.json").write_text(damage)

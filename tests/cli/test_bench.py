@@ -16,7 +16,7 @@ from redraft.assembly import models
 from redraft.assembly.models import Model
 from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
-from redraft.cli import demo
+from redraft.cli import demo, main
 from redraft.cli.bench import margin_finder, warnings
 from redraft.cli.bench_report import check_same_model
 from redraft.config import BuildConfig
@@ -329,6 +329,17 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     assert word in refused("bench", "--engines", bundle, "--prompts", file, status=1)
+
+
+def test_an_unknown_method_is_refused_before_any_runs(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}')
+    words = ("bench", "--engines", bundle, "--prompts", tmp_path / "prompts.jsonl", "--methods", "ngram,magic")
+    assert main.run([*map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert "this bundle has no drafter 'magic'" in error
+    assert "warming up" not in error
 
 
 @pytest.mark.parametrize(

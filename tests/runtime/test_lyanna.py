@@ -153,8 +153,8 @@ def lyanna_of(runtime: Runtime) -> LyannaDrafter:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": -1}, "threshold must be a number of steps, not -1"),
-        ({"threshold": True}, "threshold must be a number of steps, not True"),
+        ({"threshold": -1}, "threshold must be a number of steps from 0, not -1"),
+        ({"threshold": True}, "threshold must be a number of steps from 0, not True"),
         ({"resample": 1}, "must be true or false"),
         ({"depth": 3}, "unknown key depth"),
     ],

@@ -247,6 +247,11 @@ def test_a_closed_runtime_refuses_calls() -> None:
             use()
 
 
+def test_more_threads_than_any_machine_starts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="threads must be at most 1024, not 100000; give one a core"):
+        Runtime.open(tmp_path, threads=100_000)
+
+
 @pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"threads": 0}, {"threads": -2}])
 def test_less_than_one_slot_or_thread_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(options))} must be at least 1, not"):

@@ -161,18 +161,18 @@ def test_another_comparison_in_the_folder_is_refused(config, tmp_path, verifier_
 
     schedule = tmp_path / "schedule.toml"
     schedule.write_text(SCHEDULE.replace("lr = 0.003", "lr = 0.004"))
-    with pytest.raises(TrainingError, match="has a comparison with another recipe of first; give another --out"):
+    with pytest.raises(TrainingError, match="has a comparison that differs in its recipe of first; give another --out"):
         train_all(recipe, verifier_folder, prose, out)
     schedule.write_text(SCHEDULE)
-    with pytest.raises(TrainingError, match="has a comparison with another recipe of first"):
+    with pytest.raises(TrainingError, match="has a comparison that differs in its recipe of first"):
         train_all(compare.replace(recipe, steps=3), verifier_folder, prose, out)
     text.write_text(text.read_text() + "One more line.\n")
-    with pytest.raises(TrainingError, match="has a comparison with another documents"):
+    with pytest.raises(TrainingError, match="has a comparison that differs in its documents"):
         train_all(recipe, verifier_folder, {"prose": str(text)}, out)
     weights = bytearray((moved / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
-    with pytest.raises(TrainingError, match="has a comparison with another verifier"):
+    with pytest.raises(TrainingError, match="has a comparison that differs in its verifier"):
         train_all(recipe, moved, prose, out)
     (out / FACTS).write_text("{}")
     with pytest.raises(TrainingError, match="damaged or of another version"):

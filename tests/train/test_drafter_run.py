@@ -151,8 +151,17 @@ def test_a_run_may_begin_with_published_medusa_heads(verifier_folder, two, tmp_p
     start = tmp_path / "heads"
     train_drafter("medusa", verifier_folder, two, tmp_path / "second", replace(recipe, steps=1), start=start)
     other = replace(recipe, drafter=replace(recipe.drafter, heads=3))
-    with pytest.raises(CheckpointError, match="has another heads: expected 3, found 4; give a --start"):
+    with pytest.raises(
+        CheckpointError, match="begin this run: it has heads = 4, the recipe's drafter has heads = 3; give a"
+    ):
         train_drafter("medusa", verifier_folder, two, tmp_path / "third", other, start=start)
+
+
+def test_only_a_run_can_be_published(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("absent", "file"):
+        with pytest.raises(TrainingError, match=f"{name} is not a drafter's run: it has no run.json; give a folder"):
+            publish_drafter(tmp_path / name, tmp_path / "out")
 
 
 def test_an_interrupted_write_leaves_no_text(verifier_folder, two, tmp_path, monkeypatch):
@@ -326,7 +335,7 @@ def test_resuming_something_else_is_refused(verifier_folder, two, sources, finis
         go(altered(verifier_folder, tmp_path / "other"), two, out, resume=True)
     with pytest.raises(UsageError, match="already holds a run"):
         go(verifier_folder, two, out)
-    with pytest.raises(TrainingError, match="to resume"):
+    with pytest.raises(TrainingError, match=r"has no checkpoint\.pt: no step was saved; start the run"):
         go(verifier_folder, two, tmp_path / "nothing", resume=True)
 
 

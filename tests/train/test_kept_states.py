@@ -57,7 +57,7 @@ def test_the_second_plan_reads_what_the_first_computed(tmp_path):
 )
 def test_states_of_something_else_are_refused(tmp_path, facts, names, word):
     KeptStates(Plan(), tmp_path, FACTS, ["last"], compute)
-    with pytest.raises(TrainingError, match=f"keeps states of another {word}; remove it"):
+    with pytest.raises(TrainingError, match=f"keeps states of a run that differs in its {word}; remove it"):
         KeptStates(Plan(), tmp_path, facts, names, compute)
 
 

@@ -138,7 +138,7 @@ def test_drafters_that_a_run_cannot_begin_with_are_refused_in_one_line(
         assert not (tmp_path / "run").exists(), "nothing is written before"
         return str(caught.value)
 
-    assert "has another layers: expected (0, 2), found (0, 3)" in line(pretrained, layers=(0, 2))
+    assert "it has layers = (0, 3), the recipe's drafter has layers = (0, 2); give" in line(pretrained, layers=(0, 2))
     assert "reads hidden states 2, 1, expected 0" in line(steered, hidden_states=("0",))
     assert "reads hidden states 2, 1, expected none" in line(steered, DISTILLED)
     assert "is not a drafter: config.json cannot be read" in line(tmp_path / "absent")

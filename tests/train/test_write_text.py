@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -19,7 +20,11 @@ from redraft.records import to_plain
 from redraft.train.data import load_corpus
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import train_drafter
+from redraft.train.drafter_text import WrittenText
+from redraft.train.objectives.decoder_method import SteeringTable
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
+from redraft.train.objectives.steered_method import SteeredRecipe
+from redraft.train.progress import ProgressReport
 from redraft.train.questions import ChatTurns, word_problems
 from redraft.train.states import run_verifier, states_of
 from redraft.train.text_shards import PACKED, Shards, pack, split
@@ -111,10 +116,10 @@ def test_writing_continues_after_an_interrupt_with_the_same_texts(asked, verifie
 )
 def test_a_folder_of_another_recipe_is_refused_and_kept(asked, verifier, corpora, change, named):
     before = sorted(path.name for path in asked.rglob("*"))
-    with pytest.raises(TrainingError, match=f"holds texts of another {named}"):
+    with pytest.raises(TrainingError, match=f"holds texts of a run that differs in its {named}"):
         write_text(verifier, corpora, replace(RECIPE, **change), asked)
     other = {**corpora, "prose": corpora["math"]}
-    with pytest.raises(TrainingError, match="holds texts of another data"):
+    with pytest.raises(TrainingError, match="holds texts of a run that differs in its data"):
         write_text(verifier, other, RECIPE, asked)
     assert sorted(path.name for path in asked.rglob("*")) == before
 
@@ -158,7 +163,7 @@ def test_states_of_packed_texts_are_computed_without_writing_again(asked, verifi
     done = []
     compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last",), 5, lambda *line: done.append(line))
     assert not done
-    with pytest.raises(TrainingError, match="another hidden_states"):
+    with pytest.raises(TrainingError, match="differs in its hidden_states"):
         compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("2",), rows=5)
 
 
@@ -171,7 +176,7 @@ def test_states_of_the_first_texts_alone(asked, verifier, tmp_path):
     Shards(tmp_path / "few").check_complete()
     tokens = np.concatenate([shard.array("tokens") for shard in shards])
     assert tokens.tolist() == np.concatenate([s.array("tokens") for s in Shards(asked)])[: len(tokens)].tolist()
-    with pytest.raises(TrainingError, match="another texts"):
+    with pytest.raises(TrainingError, match="differs in its texts"):
         compute_states(verifier, tmp_path / "packed", tmp_path / "few", ("last",), rows=5, limit=8)
 
 
@@ -196,6 +201,24 @@ def test_an_interrupted_folder_is_not_taken_for_whole(asked, chat_folder, tmp_pa
     ):
         with pytest.raises(DataError, match="has 16 of 24 texts"):
             use()
+
+
+def test_a_run_says_which_hidden_states_the_texts_lack(asked, chat_folder, tmp_path, capsys):
+    """Silently computing them again would cost a run of the verifier at every step. Packed texts keep none."""
+    pack(asked, tmp_path / "packed")
+    table = SteeringTable(layers=(0,), hidden_states=("2", "1"))
+    recipe = SteeredRecipe(drafter=table, steps=1, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=1)
+    for name, texts in (("some", asked), ("packed", tmp_path / "packed")):
+        report = ProgressReport(Console(width=1000))
+        train_drafter("steered", chat_folder, {}, tmp_path / name, recipe, texts=texts, report=report)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "hidden states" in line]
+        assert len(lines) == (name == "some")
+    report = ProgressReport(Console(width=1000))
+    train_drafter("lyanna", chat_folder, {}, tmp_path / "last", drafter_recipe(), texts=asked, report=report)
+    assert "hidden states" not in capsys.readouterr().out
+    lacking = WrittenText(asked, recipe, ("last", "2", "1")).computed_again
+    assert lacking.startswith(f"{asked} keeps no hidden states 1: the verifier computes all states again")
+    assert "`redraft train states PACKED --hidden-states last,2,1`" in lacking
 
 
 def test_texts_inside_the_run_are_not_dropped(asked, chat_folder, tmp_path):

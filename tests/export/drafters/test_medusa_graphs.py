@@ -24,6 +24,7 @@ from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
 from redraft.export.drafters.medusa_graphs import EXPORTER, tree_of
+from redraft.export.support import load_config
 from redraft.methods.medusa import METHOD, MedusaBuild, MedusaShape, best_tree, draft_inputs, draft_outputs
 from redraft.noise_spec import DRAWN
 from tests.engines.sessions import session_of
@@ -238,8 +239,10 @@ def test_a_tree_has_no_more_nodes_than_there_are_candidates() -> None:
 
 
 def test_a_tree_keeps_to_its_options() -> None:
+    """Its order is that of the heads' own accuracies: 0.6 * 0.5 is above the second candidate's 0.2."""
     found = tree_of(CONFIG, MedusaBuild(nodes=20, steps=2, width=2), VOCABULARY)
-    assert set(found) == {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)}
+    assert list(found) == [(0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1)]
+    assert list(found.values()) == pytest.approx([0.6, 0.3, 0.2, 0.15, 0.1, 0.05])
 
 
 @pytest.mark.parametrize(
@@ -256,6 +259,14 @@ def test_trees_that_the_heads_do_not_cover(changed: dict[str, object], options: 
     config, asked = replace(CONFIG, **changed), MedusaBuild(**options)
     with pytest.raises((CheckpointError, UsageError), match=line):
         tree_of(config, asked, config.limited(asked.draft_vocabulary))
+
+
+def test_random_heads_have_as_many_candidates_as_the_options_need(little_verifier: Verifier, tmp_path: Path) -> None:
+    shutil.copytree(little_verifier.folder, tmp_path / "graphs")
+    configuration = load_config(little_verifier.checkpoint)
+    options = MedusaBuild(nodes=14, steps=1, width=14, precision="fp32")
+    made = EXPORTER.random("m", configuration, little_verifier.export, tmp_path / "graphs", options)
+    assert made.shape.tree == tuple((rank,) for rank in range(14))
 
 
 def test_settings_that_cannot_be() -> None:
