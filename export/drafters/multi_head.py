@@ -88,10 +88,11 @@ class MultiHeadDrafter(nn.Module):
 
         trunk: states [B, T, n] at `positions`.   attend: of `together`, since all layers attend at once.
         """
-        layers = self.layers[:heads]
-        read = zip(*(layer.read(trunk, positions) for layer in layers), strict=True)  # type: ignore[operator]
-        attended = keep(attend(*(torch.cat(parts, dim=-1) for parts in read))).chunk(len(layers), dim=-1)
-        residual = keep(trunk)
-        written = [layer.write(residual, part) for layer, part in zip(layers, attended, strict=True)]  # type: ignore[operator]
+        layers: list[Any] = list(self.layers[:heads])
+        q, k, v = (torch.cat(parts, dim=-1) for parts in zip(*(layer.read(trunk) for layer in layers), strict=True))
+        together, rotary = self.config.together(len(layers)), layers[0].rotary
+        q, k = rotary(q, positions, together.heads), rotary(k, positions, together.kv_heads)
+        attended, residual = keep(attend(q, k, v)).chunk(len(layers), dim=-1), keep(trunk)
+        written = [layer.write(residual, part) for layer, part in zip(layers, attended, strict=True)]
         out: torch.Tensor = self.norm(torch.stack(written, dim=-2))
         return out
