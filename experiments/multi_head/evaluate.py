@@ -20,8 +20,8 @@ from redraft.train.data import SEPARATOR
 from redraft.train.objectives.multi_head import MultiHeadObjective
 from redraft.train.verifier_model import VerifierModel, open_verifier
 
-PROMPT_TOKENS, NEW_TOKENS, ROWS = 64, 128, 24
-"""Greedy texts of a kind, and their tokens."""
+PROMPT_TOKENS, NEW_TOKENS, ROWS = 32, 160, 24
+"""Tokens of held-out text before a greedy text, tokens of that at most, and texts of a kind."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def greedy_texts(verifier: VerifierModel, held_out: Path, lookahead: int) -> dic
 
     Raises CheckpointError if there is no held-out text, or a kind's is too short.
     """
-    found = {}
+    found, most = {}, verifier.max_positions or NEW_TOKENS + PROMPT_TOKENS
+    new_tokens = min(NEW_TOKENS, most - PROMPT_TOKENS)
     for path in sorted(held_out.glob("*.txt")):
         documents = path.read_text(encoding="utf-8").split(f"\n{SEPARATOR}\n")
         tokens = [encoding.ids for encoding in verifier.tokenizer.encode_batch(documents)]
@@ -99,7 +100,7 @@ def greedy_texts(verifier: VerifierModel, held_out: Path, lookahead: int) -> dic
         if not prompts:
             raise CheckpointError(f"{path} has no {PROMPT_TOKENS} tokens", "publish it again")
         chosen = torch.tensor(prompts[:: -(-len(prompts) // ROWS)])
-        texts = verifier.model.generate(chosen, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+        texts = verifier.model.generate(chosen, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
         found[path.stem] = [
             Batch.whole(rows, (path.stem,) * len(rows), lookahead, PROMPT_TOKENS - 1) for rows in texts.split(8)
         ]

@@ -155,8 +155,8 @@ def test_drafts_have_trainings_logits(
 
     monkeypatch.setattr(drafter, "draft", observed)
     found = runtime.generate(PROMPTS, params(0.0), SpeculationParams(HEAD, budget=WHOLE))
-    kept = np.sum([generation.metrics.acceptance_histogram for generation in found], axis=0)
-    assert (kept[:HEADS] > 0).all()  # a rejection at every depth
+    kept = {tokens for one in found for tokens, steps in enumerate(one.metrics.acceptance_histogram) if steps}
+    assert kept >= set(range(HEADS))  # a rejection at every depth
     model = LlamaForCausalLM.from_pretrained(folder / "verifier")
     objective = MultiHeadObjective(model, CONFIG)
     objective.drafter.load_state_dict(heads(folder).state_dict())
