@@ -50,8 +50,8 @@ def export_heads(
 ) -> ExportedDrafter:  # fmt: skip
     """Write the graph of `drafter`, by the id `name`, into `out`, next to the graph of its verifier.
 
-    Raises CheckpointError if the drafter was trained for another verifier or does not load, if the verifier's graph does
-    not output the trunk's state, and like `configure`.
+    Raises CheckpointError if the drafter was trained for another verifier or does not load, if the verifier's graph
+    does not output the trunk's state, and like `configure`.
     """
     settings = configure(drafter, options)
     check_fit(drafter, settings, verifier, identity)
