@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
 
 from experiments.tiny.heldout import write_held_out, write_prompts
 from experiments.tiny.objective import VerifierObjective
@@ -49,15 +50,21 @@ def publish(run: Path, out: Path, corpora: Mapping[str, Corpus]) -> None:
         write_held_out(corpus, out / "heldout" / f"{corpus.kind}.txt")
 
 
-def _save_model(objective: VerifierObjective, out: Path) -> None:
-    model = objective.model.bfloat16()
+def save_verifier(model: LlamaForCausalLM, out: Path) -> None:
+    """Write the model in bf16, which the argument becomes."""
+    model = model.bfloat16()
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.do_sample = False
     model.save_pretrained(str(out))
-    tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in objective.mtp.state_dict().items()}
-    save_file(tensors, str(out / MTP_FILE), metadata={"format": "pt"})
     for path in out.glob("*.safetensors"):
         path.chmod(0o644)  # safetensors makes the files readable for their owner only
+
+
+def _save_model(objective: VerifierObjective, out: Path) -> None:
+    save_verifier(objective.model, out)
+    tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in objective.mtp.state_dict().items()}
+    save_file(tensors, str(out / MTP_FILE), metadata={"format": "pt"})
+    (out / MTP_FILE).chmod(0o644)  # as the verifier's file
     config_path = out / "config.json"
     config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8"))
     config[MTP_KEY] = {"file": MTP_FILE, "depth": 1}

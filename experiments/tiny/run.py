@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from experiments.tiny.objective import VerifierObjective
 from experiments.tiny.recipe import VerifierRecipe
@@ -43,7 +44,7 @@ def train_verifier(
     if not resume:
         refuse_run(out)
         prepare(corpora, out, recipe)
-    streams = {kind: _load_stream(out, kind) for kind in corpora}
+    streams = {kind: load_stream(out, kind) for kind in corpora}
     recipe = recipe.for_epoch(sum(map(len, streams.values())) / recipe.batch_tokens)
     torch.manual_seed(recipe.seed)
     objective = VerifierObjective(recipe, compile_graph).to(device)
@@ -67,15 +68,21 @@ def prepare(corpora: Mapping[str, Corpus], out: Path, recipe: VerifierRecipe) ->
     if tokenizer.get_vocab_size() > recipe.model.vocab_size:
         raise UsageError(f"vocab_size {recipe.model.vocab_size} is too small for bytes and special tokens")
     tokenizer.save(str(out / TOKENIZER_FILE))
+    write_streams(corpora, tokenizer, out, recipe.seed)
+
+
+def write_streams(corpora: Mapping[str, Corpus], tokenizer: Tokenizer, out: Path, seed: int) -> None:
+    """Write the token stream of each kind's training side, and the split's names."""
     facts = {}
     for kind, corpus in corpora.items():
-        stream = token_stream(tokenizer, corpus.train, recipe.seed, EOS_ID, np.uint16)
+        stream = token_stream(tokenizer, corpus.train, seed, EOS_ID, np.uint16)
         np.save(out / f"{kind}.npy", stream)
         facts[kind] = facts_of(corpus, len(stream))
     (out / DATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
-def _load_stream(out: Path, kind: str) -> NDArray[np.uint16]:
+def load_stream(out: Path, kind: str) -> NDArray[np.uint16]:
+    """Return a kind's token stream of a run. Raises TrainingError if it is missing."""
     try:
         stream: NDArray[np.uint16] = np.load(out / f"{kind}.npy")
     except (FileNotFoundError, ValueError):

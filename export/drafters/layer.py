@@ -179,10 +179,19 @@ class DrafterLayer(nn.Module):
 
         x: [B, T, inputs].   residual: [B, T, n]; None is x.
         """
+        q, k, v = self.read(x)
+        q = self.rotary(q, positions, self.config.heads)
+        k = self.rotary(k, positions, self.config.kv_heads)
+        return self.write(keep(x if residual is None else residual), keep(attend(q, k, v)))
+
+    def read(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values of rows [B, T, inputs], not rotated yet."""
         normed = x if self.input_norm is None else self.input_norm(x)
-        q = self.rotary(self.q_proj(normed), positions, self.config.heads)
-        k = self.rotary(self.k_proj(normed), positions, self.config.kv_heads)
-        x = keep(x if residual is None else residual) + self.o_proj(keep(attend(q, k, self.v_proj(normed))))
+        return self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)
+
+    def write(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output of rows from their residual [B, R, n] and what they attended to, [B, R, Hq * D]."""
+        x = residual + self.o_proj(attended)
         normed = self.mlp_norm(x)
         out: torch.Tensor = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return out

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redraft.errors import CheckpointError
 from redraft.export import support
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.export.drafters.static_tree import Accuracies, check_heads
 from redraft.export.shapes import decoder_shape
-from redraft.methods.medusa import MOST_HEADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +28,11 @@ class MedusaConfig(DrafterConfig):
     """
 
     heads: int = 4
-    rank_accuracies: tuple[tuple[float, ...], ...] = ()
+    rank_accuracies: Accuracies = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.heads <= MOST_HEADS:
-            raise CheckpointError(f"heads must be a number from 1 to {MOST_HEADS}, not {self.heads}")
-        if any(not 0 <= share <= 1 for shares in self.rank_accuracies for share in shares):
-            raise CheckpointError("rank_accuracies must be shares from 0 to 1")
+        check_heads("heads", self.heads, self.rank_accuracies)
 
 
 def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> MedusaConfig:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
-from redraft.errors import CheckpointError, UsageError
 from redraft.export import tracing
 from redraft.export.drafters import ExportedDrafter, Exporter
-from redraft.export.drafters.candidate_tree import below, ordered_tree
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_graph import (
     Sampling,
@@ -32,26 +30,24 @@ from redraft.export.drafters.draft_graph import (
 )
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads, configuration_of
+from redraft.export.drafters.static_tree import StaticTree, assumed_accuracies, tree_of
 from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport
 from redraft.export.weight_files import Progress, no_progress
-from redraft.methods.medusa import METHOD, MedusaBuild, MedusaShape, Node, best_tree, draft_inputs, draft_outputs
-
-_RANDOM_RANKS = 10
-_LEAST = 1e-9
-"""Least product of accuracies, for a finite logarithm."""
+from redraft.methods.medusa import METHOD, draft_inputs, draft_outputs
+from redraft.methods.static_tree import Node, StaticTreeBuild, StaticTreeShape
 
 
-def configure(drafter: DrafterCheckpoint, options: MedusaBuild) -> MedusaConfig:
+def configure(drafter: DrafterCheckpoint, options: StaticTreeBuild) -> MedusaConfig:
     """Return the drafter's configuration. Raises like `tree_of` if its heads do not cover the options."""
     settings = drafter.configure(MedusaConfig)
-    tree_of(settings, options, settings.limited(options.draft_vocabulary))
+    tree_of(settings.heads, settings.rank_accuracies, options, settings.limited(options.draft_vocabulary))
     return settings
 
 
 def export_medusa(
     name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
-    options: MedusaBuild, progress: Progress = no_progress,
+    options: StaticTreeBuild, progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
     """Write the graph of `drafter`, by the id `name`, into `out`, next to the graph of its verifier.
 
@@ -65,18 +61,13 @@ def export_medusa(
 
 
 def export_random(
-    name: str, configuration: Any, verifier: VerifierExport, out: Path, options: MedusaBuild,
+    name: str, configuration: Any, verifier: VerifierExport, out: Path, options: StaticTreeBuild,
     progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
-    """Write the graph of random heads for a verifier of this transformers configuration.
-
-    Each rank is assumed to be right half as often as the one before.
-    """
+    """Write the graph of random heads for a verifier of this transformers configuration."""
     heads = {"heads": options.steps} if options.steps else {}
     settings = configuration_of(configuration, verifier.shape.vocabulary, **heads)
-    ranks = min(max(_RANDOM_RANKS, options.width or 0), settings.vocab_size)
-    assumed = tuple(0.5 ** (rank + 1) for rank in range(ranks))
-    settings = MedusaConfig(**{**vars(settings), "rank_accuracies": (assumed,) * settings.heads})
+    settings = replace(settings, rank_accuracies=assumed_accuracies(settings.heads, settings.vocab_size, options.width))
     module = empty_module(lambda: MedusaHeads(settings), verifier.shape.dtype)
     source = random_source(name, module, drafter_precision(options.precision, verifier), out)
     tokens = TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
@@ -88,12 +79,12 @@ EXPORTER = Exporter(configure, export_medusa, export_random)
 
 def _export(
     name: str, module: MedusaHeads, source: AnySource, tokens: TokenData, verifier: VerifierExport, out: Path,
-    options: MedusaBuild, progress: Progress,
+    options: StaticTreeBuild, progress: Progress,
 ) -> ExportedDrafter:  # fmt: skip
     precision, config = drafter_precision(options.precision, verifier), module.config
     drafted = config.limited(options.draft_vocabulary)
-    tree = tree_of(config, options, drafted)
-    shape = MedusaShape(
+    tree = tree_of(config.heads, config.rank_accuracies, options, drafted)
+    shape = StaticTreeShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         tree=tuple(tree),
@@ -108,111 +99,27 @@ def _export(
     return ExportedDrafter(shape, precision, weights, write_tables(name, vocabulary.tables(), out))
 
 
-def tree_of(config: MedusaConfig, options: MedusaBuild, drafted: int) -> dict[Node, float]:
-    """Return the best tree within the options, for heads that can draft so many tokens.
-
-    Raises CheckpointError for more levels than heads, more candidates than have accuracies, or no accuracies at all,
-    and UsageError for a node with more children than tokens.
-    """
-    measured, ranks = config.rank_accuracies, min(map(len, config.rank_accuracies), default=0)
-    if len(measured) != config.heads or not ranks:
-        raise CheckpointError(
-            f"the drafter has accuracies of {len(measured)} heads, expected those of {config.heads}",
-            "write it again with `redraft train publish`",
-        )
-    steps, width = options.steps or config.heads, options.width or min(ranks, drafted)
-    if steps > config.heads:
-        raise CheckpointError(
-            f"the drafter has {config.heads} heads, which draft no tree of {steps} levels",
-            f"build it with at most steps={config.heads}",
-        )
-    if width > ranks:
-        raise CheckpointError(
-            f"the drafter has accuracies of {ranks} candidates of a head, not of {width}",
-            f"build it with at most width={ranks}",
-        )
-    if width > drafted:
-        raise UsageError(
-            f"a node cannot have {width} children of {drafted} tokens", "lower width, or raise draft_vocabulary"
-        )
-    return best_tree([shares[:width] for shares in measured[:steps]], options.nodes)
-
-
 class _Draft(nn.Module):
-    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`.
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
 
-    Inside, the K - 1 nodes are in order of their levels.
-
-    parents:    places of their parents among them from 1 on, [1, K - 1]; 0 is the root.
-    candidates: their places among the candidates of all heads, [K - 1].
-    scores:     their log probabilities if candidates are drawn, [1, K - 1].
-    """
-
-    parents: torch.Tensor
-    candidates: torch.Tensor
-    scores: torch.Tensor
-
-    def __init__(self, heads: MedusaHeads, shape: MedusaShape, tree: Mapping[Node, float]) -> None:
+    def __init__(self, heads: MedusaHeads, shape: StaticTreeShape, tree: Mapping[Node, float]) -> None:
         super().__init__()
-        self.drafter, self.shape = heads, shape
+        self.drafter, self.shape, self.static = heads, shape, StaticTree(shape, tree)
         dtype = tracing.TORCH[shape.dtype]
         self.head = nn.Parameter(torch.empty(shape.draft_vocabulary, shape.hidden, dtype=dtype), requires_grad=False)
         self._scale = heads.config.logit_scale
-        nodes, scores = sorted(tree, key=len), _falling(tree)
-        parents = [0 if len(path) == 1 else 1 + nodes.index(path[:-1]) for path in nodes]
-        self.register_buffer("parents", torch.tensor([parents]))
-        self.register_buffer("candidates", torch.tensor([(len(path) - 1) * shape.width + path[-1] for path in nodes]))
-        self.register_buffer("scores", torch.tensor([[scores[path] for path in nodes]]))
-        self._above = list[list[int]]()  # by level, the places of parents in the level before
-        before: list[Node] = [()]
-        for depth in range(1, shape.steps + 1):
-            level = [path for path in nodes if len(path) == depth]
-            self._above.append([before.index(path[:-1]) for path in level])
-            before = level
 
     def forward(
         self, pending_features: torch.Tensor, num_pending: torch.Tensor, tokens: torch.Tensor, sampling: Sampling,
         tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        shape, drawn = self.shape, sampling.drawn[:, None] > 0
         hidden = tracing.gather_rows(pending_features, (num_pending - 1)[:, None])  # [B, 1, n]
-        states = self.drafter(hidden)[:, 0, : shape.steps]  # [B, N, n]
+        states = self.drafter(hidden)[:, 0, : self.shape.steps]  # [B, N, n]
         logits = F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
-        z = sampling.noisy(logits, tables) * sampling.scale[:, None, None]
-        best, columns = z.topk(shape.width, -1)  # [B, N, R]
-        log_probs = (best - torch.logsumexp(z, -1, keepdim=True)).flatten(1).index_select(1, self.candidates)
-        columns = columns.flatten(1).index_select(1, self.candidates)  # [B, K - 1]
-        joint = torch.where(drawn, self.scores, self._joint(log_probs))
-        tree = ordered_tree(
-            tokens[:, None], tracing.take(tables[-1], columns) if tables else columns,
-            self.parents.expand(columns.shape[0], -1), joint, joint.topk(shape.nodes - 1, -1).indices,
-        )  # fmt: skip
-        return (*tree, logits)
-
-    def _joint(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """Return joint log probabilities of nodes from their own, [B, K - 1] each."""
-        above, levels, begin = torch.zeros_like(log_probs[:, :1]), [], 0
-        for places in self._above:
-            end = begin + len(places)
-            above = below(above.index_select(1, torch.tensor(places)), log_probs[:, begin:end])
-            levels.append(above)
-            begin = end
-        return torch.cat(levels, dim=1)
+        return (*self.static(logits, tokens[:, None], sampling, tables), logits)
 
 
-def _falling(tree: Mapping[Node, float]) -> dict[Node, float]:
-    """Return log probabilities of the nodes if candidates are drawn: of their accuracies, each below the one before.
-
-    They order the tree as it is, whatever is drawn.
-    """
-    found, before = {}, torch.zeros(())
-    for path, product in tree.items():
-        before = below(before, torch.tensor(math.log(max(product, _LEAST))) - before)
-        found[path] = before.item()
-    return found
-
-
-def _trace(graph: _Draft, shape: MedusaShape) -> ir.Model:
+def _trace(graph: _Draft, shape: StaticTreeShape) -> ir.Model:
     b = torch.export.Dim("B", min=1)
     tables = METHOD.tables(shape)
     args = (

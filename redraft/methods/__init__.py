@@ -35,6 +35,7 @@ METHODS = (
     "fspad",
     "griffin",
     "medusa",
+    "multi_head",
 )
 """One line for each method."""
 NONE, NGRAM = METHODS[0], LOOKUPS[0]

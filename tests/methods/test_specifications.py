@@ -13,9 +13,11 @@ from redraft.methods import METHODS, Method, built_methods, find_method
 from redraft.methods.decoder import DecoderShape
 from redraft.methods.feature_tree import FeatureTreeShape
 from redraft.methods.lyanna import LyannaShape
-from redraft.methods.medusa import MedusaShape
 from redraft.methods.mtp import MtpShape
+from redraft.methods.multi_head import MultiHeadShape
+from redraft.methods.static_tree import StaticTreeShape
 
+TREES = ((0,),), ((0,), (0, 0), (1,), (0, 0, 0), (1, 0))
 SHAPES = {
     "lyanna": [
         LyannaShape(32, 61, 2, 16, steps, 3, 7, 4, form, drafted, 8)
@@ -29,9 +31,10 @@ SHAPES = {
         for width, nodes in ((1, 25), (4, 33))
         for drafted in (20, 61)
     ],
-    "medusa": [
-        MedusaShape(32, 61, tree, drafted)
-        for tree in (((0,),), ((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
+    "medusa": [StaticTreeShape(32, 61, tree, drafted) for tree in TREES for drafted in (20, 61)],
+    "multi_head": [
+        MultiHeadShape(32, 61, tree, drafted, kv_heads=6, head_dim=16, hidden_states=("1",))
+        for tree in TREES
         for drafted in (20, 61)
     ],
     "steered": [

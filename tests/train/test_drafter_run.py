@@ -335,8 +335,11 @@ def test_resuming_something_else_is_refused(verifier_folder, two, sources, finis
         go(altered(verifier_folder, tmp_path / "other"), two, out, resume=True)
     with pytest.raises(UsageError, match="already holds a run"):
         go(verifier_folder, two, out)
-    with pytest.raises(TrainingError, match=r"has no checkpoint\.pt: no step was saved; start the run"):
+    with pytest.raises(TrainingError, match="to resume"):
         go(verifier_folder, two, tmp_path / "nothing", resume=True)
+    (out / "checkpoint.pt").unlink()
+    with pytest.raises(TrainingError, match="no step was saved; start the run without --resume"):
+        go(verifier_folder, two, out, resume=True)
 
 
 def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(verifier_folder, two, tmp_path, monkeypatch):

@@ -22,14 +22,9 @@ from redraft.train.drafter_config import DrafterRecipe, LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.method import Method
 from redraft.train.mtp import load_mtp
-from redraft.train.objectives.chain_attention import ChainAttention
+from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_last_layer
 from redraft.train.objectives.lyanna import LossWeights, LyannaObjective
-from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
-
-_OTHER_INIT = "leave the drafter's sizes to the verifier, or set init = 'random'"
-_ROUNDING = 0.03
-"""Difference of two equal layers in bf16, relative to their output, at most."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +91,13 @@ def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: I
     The projections are fitted to the texts of `batches`. Raises UsageError if the drafter's layer has another shape or
     computes something else.
     """
-    if verifier.layers < 2:
-        raise UsageError("drafter.init = 'layer' needs a verifier of two layers or more", _OTHER_INIT)
     state = drafter.state_dict()
-    body = verifier.model.get_decoder()
-    found = {f"layer.{renamed(name)}": tensor for name, tensor in body.layers[-1].state_dict().items()}
-    found["norm.weight"] = body.norm.weight
-    for name, tensor in found.items():
-        if name not in state or state[name].shape != tensor.shape:
-            raise UsageError(
-                f"drafter.init = 'layer': {name} of the verifier's last layer does not fit a drafter of this shape",
-                _OTHER_INIT,
-            )
-        state[name] = tensor.detach().to(torch.float32).clone()
+    copy_last_layer(state, ("layer.",), verifier)
     drafter.load_state_dict(state)
     drafter.to(verifier.model.device)
     batches = iter(batches)
     first = next(batches)
-    _check_form(drafter, verifier, first.tokens[:1, : int(first.ends[0])])
+    check_last_layer(drafter.layer, drafter.norm, verifier, first)
     embed = verifier.model.get_input_embeddings()
     fits: list[tuple[nn.Linear, Inputs]] = [
         (drafter.projection, lambda hidden, tokens: drafter.joined(hidden[LAST_HIDDEN_STATE], embed(tokens).float()))
@@ -121,19 +105,6 @@ def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: I
     if drafter.chain_projection is not None:
         fits.append((drafter.chain_projection, lambda hidden, _: drafter.chain_norm(hidden[LAST_HIDDEN_STATE])))
     fit_projections(fits, verifier.model, chain([first], batches), str(verifier.layers - 2))
-
-
-@torch.no_grad()
-def _check_form(drafter: LyannaDrafter, verifier: VerifierModel, tokens: torch.Tensor) -> None:
-    """Raise UsageError if the drafter's layer and norm do not compute what the verifier's do. tokens: i64[1, L]."""
-    layer_input = str(verifier.layers - 2)
-    hidden, _ = run_verifier(verifier.model, tokens.to(verifier.model.device), (LAST_HIDDEN_STATE, layer_input))
-    positions = torch.arange(tokens.shape[1], device=verifier.model.device)
-    attend = ChainAttention(drafter.config, positions[None])
-    found = drafter.norm(drafter.layer(hidden[layer_input].float(), positions, attend))
-    wanted = hidden[LAST_HIDDEN_STATE].float()
-    if not (found - wanted).norm() < _ROUNDING * wanted.norm():
-        raise UsageError("drafter.init = 'layer': the verifier's last layer is not of Llama's form", _OTHER_INIT)
 
 
 def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[Batch]) -> None:
@@ -152,7 +123,7 @@ def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[
         if own not in state or state[own].shape != tensor.shape:
             raise UsageError(
                 f"drafter.init = 'mtp': {name} of the verifier's module does not fit a drafter of this shape",
-                _OTHER_INIT,
+                OTHER_INIT,
             )
         state[own] = tensor.to(torch.float32)
     state["chain_norm.weight"] = state["hidden_norm.weight"].clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +19,18 @@ from redraft.engines.calls import Calls
 from redraft.engines.lowering import lower_any
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
-from redraft.errors import CheckpointError, UsageError
+from redraft.errors import CheckpointError
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
-from redraft.export.drafters.medusa_graphs import EXPORTER, tree_of
+from redraft.export.drafters.medusa_graphs import EXPORTER
 from redraft.export.support import load_config
-from redraft.methods.medusa import METHOD, MedusaBuild, MedusaShape, best_tree, draft_inputs, draft_outputs
-from redraft.noise_spec import DRAWN
+from redraft.methods.medusa import METHOD, draft_inputs, draft_outputs
+from redraft.methods.static_tree import StaticTreeBuild, StaticTreeShape, best_tree
 from tests.engines.sessions import session_of
 from tests.noise import keys_of, noise_rows
 
+from .static_trees import DRAWS, GREEDY, NOISY, Sampling, expected_tree
 from .tiny import HIDDEN, VOCABULARY, Verifier, token_data
 
 ACCURACIES = ((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.4, 0.1, 0.1))
@@ -37,8 +38,6 @@ CONFIG = MedusaConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, logit_scale=0.6, draft_logit_scale=1.3, heads=3,
     rank_accuracies=ACCURACIES,
 )  # fmt: skip
-CERTAIN = -(2.0**-20)
-"""Largest log probability of a candidate."""
 POSITION = 21
 """Of the first drafted token."""
 
@@ -47,15 +46,15 @@ POSITION = 21
 class Case:
     """How a drafter is trained and built. drafted: its tokens."""
 
-    options: MedusaBuild
+    options: StaticTreeBuild
     drafted: int = VOCABULARY
     trained: int = 0
 
 
 CASES = {
-    "whole": Case(MedusaBuild(nodes=12)),
-    "trained": Case(MedusaBuild(nodes=6, steps=2, width=2), 9, 9),
-    "pruned chain": Case(MedusaBuild(width=1, draft_vocabulary=8), 8),
+    "whole": Case(StaticTreeBuild(nodes=12)),
+    "trained": Case(StaticTreeBuild(nodes=6, steps=2, width=2), 9, 9),
+    "pruned chain": Case(StaticTreeBuild(width=1, draft_vocabulary=8), 8),
 }
 
 
@@ -73,7 +72,7 @@ class Exported:
     """A drafter's exported graph in its folder, the verifier's head for its tokens, and these tokens."""
 
     folder: Path
-    shape: MedusaShape
+    shape: StaticTreeShape
     head: torch.Tensor
     vocabulary: np.ndarray
 
@@ -100,20 +99,6 @@ def exported(
     return Exported(folder / "graphs", made.shape, head[torch.from_numpy(vocabulary)], vocabulary)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How one sequence samples: its logit scale and temperature, its seed, and whether candidates are drawn."""
-
-    scale: float
-    temperature: float = 0.0
-    seed: int = 0
-    drawn: bool = False
-
-    @property
-    def stream(self) -> int:
-        return DRAWN if self.drawn else 0
-
-
 def head_logits(drafter: Exported, hidden: torch.Tensor) -> torch.Tensor:
     """The logits of every level after a hidden state [n], head by head: W_2 (h + SiLU(W_1 h + b_1)), [N, H]."""
     module, size = random_heads(), HIDDEN
@@ -123,29 +108,6 @@ def head_logits(drafter: Exported, hidden: torch.Tensor) -> torch.Tensor:
         state = hidden + F.silu(module.heads.weight[rows] @ hidden + module.heads.bias[rows])
         found.append(drafter.head @ (state * CONFIG.logit_scale))
     return torch.stack(found)
-
-
-def expected_tree(
-    drafter: Exported, root: int, z: torch.Tensor, drawn: bool
-) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and joint log probabilities of the static tree over scaled, noisy logits [N, H]."""
-    log_probs, ranked = z.log_softmax(-1), z.argsort(-1, descending=True)
-    nodes = {}
-    for path in drafter.shape.tree:
-        parent = nodes[path[:-1]][1] if len(path) > 1 else 0.0
-        column = int(ranked[len(path) - 1, path[-1]])
-        added = min(float(log_probs[len(path) - 1, column]), CERTAIN)
-        nodes[path] = int(drafter.vocabulary[column]), parent + added
-    order = list(nodes) if drawn else sorted(nodes, key=lambda path: -nodes[path][1])
-    places = {(): 0, **{path: place for place, path in enumerate(order, 1)}}
-    return (
-        [root, *(nodes[path][0] for path in order)],
-        [-1, *(places[path[:-1]] for path in order)],
-        [0.0, *(nodes[path][1] for path in order)],
-    )
-
-
-GREEDY, NOISY, DRAWS = Sampling(1.3), Sampling(0.7, 1.4, seed=1), Sampling(1 / 0.8, 0.8, seed=5, drawn=True)
 
 
 @pytest.mark.parametrize("form", ["portable", "batch"])
@@ -178,7 +140,7 @@ def test_a_draft_is_the_static_tree_of_the_heads(exported: Exported, form: str, 
         np.testing.assert_allclose(call.outputs[names.CHAIN_LOGITS][slot], logits, atol=1e-4)
         noise = noise_rows(one.seed, POSITION, shape.steps, exported.vocabulary, one.stream)
         z = (logits + np.float32(one.temperature) * torch.from_numpy(noise)) * one.scale
-        tokens, parents, log_probs = expected_tree(exported, roots[slot], z, one.drawn)
+        tokens, parents, log_probs = expected_tree(shape.tree, exported.vocabulary, roots[slot], z, one.drawn)
         assert call.outputs[names.TREE_TOKENS][slot].tolist() == tokens
         assert call.outputs[names.TREE_PARENTS][slot].tolist() == parents
         found = call.outputs[names.TREE_LOG_PROBS][slot].tolist()
@@ -196,84 +158,15 @@ def test_heads_begin_as_the_verifiers_own() -> None:
     assert torch.equal(MedusaHeads(CONFIG)(hidden), hidden[:, None].expand(-1, 3, -1))
 
 
-def all_trees(accuracies: Sequence[Sequence[float]], nodes: int) -> list[frozenset[tuple[int, ...]]]:
-    """Every set of so many nodes that has the parent of each of its nodes."""
-    every = [
-        path
-        for depth in range(1, len(accuracies) + 1)
-        for path in product(*(range(len(shares)) for shares in accuracies[:depth]))
-    ]
-    trees = {frozenset[tuple[int, ...]]()}
-    for _ in range(nodes):
-        trees = {
-            tree | {path}
-            for tree in trees
-            for path in every
-            if path not in tree and (len(path) == 1 or path[:-1] in tree)
-        }
-    return list(trees)
-
-
-@pytest.mark.parametrize("nodes", range(1, 6))
-@pytest.mark.parametrize("seed", range(4))
-def test_no_tree_of_this_size_has_more_expected_tokens(nodes: int, seed: int) -> None:
-    """By enumeration of all trees. Ties and shares of 0 and 1 are among the accuracies."""
-    accuracies = np.random.default_rng(seed).choice([0, 0.1, 0.2, 0.3, 0.5, 0.9, 1], (3, 2)).tolist()
-    ranked = [sorted(shares, reverse=True) for shares in accuracies]
-
-    def promised(tree: frozenset[tuple[int, ...]]) -> float:
-        return sum(np.prod([ranked[depth][rank] for depth, rank in enumerate(path)]) for path in tree)
-
-    found = best_tree(accuracies, nodes)
-    assert len(found) == nodes
-    assert sum(found.values()) == pytest.approx(max(map(promised, all_trees(ranked, nodes))))
-    assert list(found.values()) == sorted(found.values(), reverse=True)
-    for place, path in enumerate(found):  # a parent and a better sibling come first
-        before = {(), *list(found)[:place]}
-        assert path[:-1] in before
-        assert path[-1] == 0 or (*path[:-1], path[-1] - 1) in before
-
-
-def test_a_tree_has_no_more_nodes_than_there_are_candidates() -> None:
-    assert list(best_tree([[0.5, 0.2], [0.6]], 99)) == [(0,), (0, 0), (1,), (1, 0)]
-
-
-def test_a_tree_keeps_to_its_options() -> None:
-    """Its order is that of the heads' own accuracies: 0.6 * 0.5 is above the second candidate's 0.2."""
-    found = tree_of(CONFIG, MedusaBuild(nodes=20, steps=2, width=2), VOCABULARY)
-    assert list(found) == [(0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1)]
-    assert list(found.values()) == pytest.approx([0.6, 0.3, 0.2, 0.15, 0.1, 0.05])
-
-
-@pytest.mark.parametrize(
-    ("changed", "options", "line"),
-    [
-        ({}, {"steps": 4}, "the drafter has 3 heads, which draft no tree of 4 levels; build it with at most steps=3"),
-        ({}, {"width": 4}, "the drafter has accuracies of 3 candidates of a head, not of 4; .* at most width=3"),
-        ({}, {"width": 3, "draft_vocabulary": 2}, "a node cannot have 3 children of 2 tokens; lower width, or raise"),
-        ({"rank_accuracies": ()}, {}, "the drafter has accuracies of 0 heads, expected those of 3; write it again"),
-        ({"heads": 4}, {}, "the drafter has accuracies of 3 heads, expected those of 4"),
-    ],
-)
-def test_trees_that_the_heads_do_not_cover(changed: dict[str, object], options: dict[str, int], line: str) -> None:
-    config, asked = replace(CONFIG, **changed), MedusaBuild(**options)
-    with pytest.raises((CheckpointError, UsageError), match=line):
-        tree_of(config, asked, config.limited(asked.draft_vocabulary))
-
-
 def test_random_heads_have_as_many_candidates_as_the_options_need(little_verifier: Verifier, tmp_path: Path) -> None:
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
     configuration = load_config(little_verifier.checkpoint)
-    options = MedusaBuild(nodes=14, steps=1, width=14, precision="fp32")
+    options = StaticTreeBuild(nodes=14, steps=1, width=14, precision="fp32")
     made = EXPORTER.random("m", configuration, little_verifier.export, tmp_path / "graphs", options)
     assert made.shape.tree == tuple((rank,) for rank in range(14))
 
 
 def test_settings_that_cannot_be() -> None:
-    with pytest.raises(UsageError, match="nodes must be a number from 1 to 255, not 256"):
-        MedusaBuild(nodes=256)
-    with pytest.raises(UsageError, match="steps must be a number from 1 to 16, not 17"):
-        MedusaBuild(steps=17)
     with pytest.raises(CheckpointError, match="heads must be a number from 1 to 16, not 17"):
         replace(CONFIG, heads=17)
     with pytest.raises(CheckpointError, match="rank_accuracies must be shares from 0 to 1"):

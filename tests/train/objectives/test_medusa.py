@@ -12,8 +12,9 @@ from redraft.export.drafters.medusa import MedusaConfig
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives import find_method
-from redraft.train.objectives.medusa import LossWeights, MedusaObjective
+from redraft.train.objectives.medusa import MedusaObjective
 from redraft.train.objectives.medusa_method import MedusaTable
+from redraft.train.objectives.parallel_heads import LossWeights
 from redraft.train.states import TOP_LOGITS, run_verifier
 
 VOCABULARY, HIDDEN, HEADS, SCALE = 90, 16, 3, 0.7
