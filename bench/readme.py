@@ -78,7 +78,7 @@ def _cells(report: Mapping[str, Any], name: str) -> list[str]:
 
 def _speed(report: Mapping[str, Any], temperature: str, name: str) -> str:
     """Return a method's speed with its interval, if it has one."""
-    found = report["temperatures"][temperature]["speeds"].get(name, {}).get(ALL)
+    found = report["temperatures"].get(temperature, {}).get("speeds", {}).get(name, {}).get(ALL)
     if not found:
         return "-"
     bounds: Sequence[float] | None = found["interval"]

@@ -64,7 +64,7 @@ def measure(
         }
         if not temperature:
             measured = runtime if chains is None else chains
-            there = [name for name in found["methods"] if name in measured.methods]
+            there = [name for name in found["methods"] if name in measured.methods and "+" not in name]
             found["depths"] = depths(measured, runs, there, now, report)
             traces = traced(runtime, runs, found["methods"], now, report)
             found["positions"] = {name: by_position(lines) for name, lines in traces.items()}

@@ -52,7 +52,7 @@ def read_peers(path: Path) -> dict[str, Any]:
 
 
 def read_latency(path: Path) -> dict[str, Any]:
-    """Return the figures that `python -m experiments.lyanna latency --json` printed (Lyanna, Figure 13).
+    """Return the times of a draft's parts that an experiment printed (docs/benchmarks.md names it).
 
     Raises UsageError as `read_controllers`.
     """
@@ -63,7 +63,7 @@ def read_latency(path: Path) -> dict[str, Any]:
         tables(found)
         return {**found, "environment": dict(found["environment"])}
     except (KeyError, TypeError, AttributeError, IndexError, StopIteration, ValueError, ZeroDivisionError):
-        hint = "give the output of `python -m experiments.lyanna latency --json`"
+        hint = "docs/benchmarks.md, `--latency-json`, has the command that prints them"
         raise UsageError(f"{path} has no times of a draft's parts", hint) from None
 
 

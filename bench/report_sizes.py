@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from math import prod
@@ -53,7 +54,8 @@ def drafter_sizes(bundle: Bundle, methods: Sequence[str]) -> dict[str, Any]:
         record = bundle.manifest.drafters.get(name)
         if record is None:
             continue
-        weights = {(ref.file, ref.offset): ref for ref in record.weights if Path(ref.file).stem == name}
+        own = re.compile(rf"{re.escape(name)}(\.\w+)?")
+        weights = {(ref.file, ref.offset): ref for ref in record.weights if own.fullmatch(Path(ref.file).stem)}
         found[name] = {
             "method": record.method, "bytes": sum(ref.length for ref in weights.values()),
             "hidden_states": list(record.hidden_states), "nodes": record.limits.nodes, "depth": record.limits.depth,

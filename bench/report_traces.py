@@ -41,8 +41,10 @@ def depths(
         how = SpeculationParams(name, budget=chain)
         texts = []
         for run in some:
+            before = file.tell()
             made = runtime.generate([run.token_ids], settings.params, how, trace=file)[0]
-            texts.append([*run.token_ids, *made.token_ids])
+            if file.tell() > before:  # a text of one token takes no step, and has no line
+                texts.append([*run.token_ids, *made.token_ids])
         found[name] = by_depth(file.getvalue().splitlines(), texts)
     return found
 

@@ -130,7 +130,7 @@ def bench(
     ] = None,
     latency_json: Annotated[
         Path | None,
-        typer.Option(help="With --report: what `python -m experiments.lyanna latency --json` printed, for its tables."),
+        typer.Option(help="With --report: times of a draft's parts as JSON; docs/benchmarks.md has the command."),
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,

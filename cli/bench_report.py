@@ -104,11 +104,14 @@ def write_report(
     about: the environment and settings, as `redraft bench --json` has them.   other: of `ReportOptions.read`.
     chains, baseline: see `measure`.
     """
+    from redraft.bench.compare import INEXACT
     from redraft.bench.report import measure
     from redraft.bench.report_page import FIGURES, write_page
     from redraft.bench.report_plots import draw
 
     drafting = [name for name in methods if name != "none"]
+    if INEXACT in drafting:
+        raise UsageError("a report has no inexact decoding", f"leave {INEXACT} out of --methods")
     if not drafting:
         raise UsageError("a report needs a drafting method", "give --methods all, or drafters of the bundle")
     model = about["environment"]["model"]

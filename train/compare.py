@@ -286,7 +286,7 @@ def _result(name: str, seed: int, method: str, folder: Path) -> Result:
         {kind: found["wide"] for kind, found in lines[-1]["acceptance"].items()},
         _chain_tokens(acceptance),
         tuple(_evaluation(line) for line in lines),
-        frequencies(np.load(folder / COUNTS)),
+        frequencies(np.load(folder / COUNTS)) if (folder / COUNTS).exists() else (),
     )
 
 
