@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from math import log
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from redraft.bench.report_traces import by_depth, by_position, estimates
+from redraft.bench.compare import Settings
+from redraft.bench.report_traces import by_depth, by_position, depths, estimates
+from redraft.runtime import SamplingParams
 
 
 def test_acceptance_and_misaligned_tokens_by_depth_worked_by_hand() -> None:
@@ -28,6 +32,21 @@ def test_acceptance_and_misaligned_tokens_by_depth_worked_by_hand() -> None:
 def test_drafts_beyond_the_end_of_the_text_do_not_count() -> None:
     lines = [json.dumps({"prompt": [9], "first": 10}), json.dumps({"position": 1, "tokens": [10, 11, 12]})]
     assert by_depth(lines, [[9, 10, 11]])["drafts"][:2] == [1, 0]
+
+
+def test_a_text_that_ends_without_a_step_is_no_other_ones_text() -> None:
+    """The first prompt's output is one token, and no line. The second's draft is right."""
+    written = {(1,): ([7], []), (2,): ([8, 9], [{"prompt": [2], "first": 8}, {"position": 1, "tokens": [8, 9]}])}
+
+    def generate(prompts: list[list[int]], *_: object, trace: Any) -> list[Any]:
+        tokens, lines = written[tuple(prompts[0])]
+        trace.write("".join(json.dumps(one) + "\n" for one in lines))
+        return [SimpleNamespace(token_ids=tokens)]
+
+    runs: Any = [SimpleNamespace(token_ids=list(prompt), loops=False) for prompt in written]
+    engines: Any = SimpleNamespace(generate=generate)
+    found = depths(engines, runs, ["m"], Settings(SamplingParams()), lambda text: None)
+    assert found["m"]["conditional"] == [1.0]
 
 
 def line(position: int, committed: list[int], accepted: int) -> str:

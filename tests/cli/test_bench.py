@@ -369,6 +369,7 @@ def test_an_unknown_method_is_refused_before_any_runs(
         (["--report", "page", "--baseline", "other"], "--baseline 'other' is not among the methods"),
         (["--report", "page", "--peers", "nowhere.json"], "cannot read nowhere.json"),
         (["--report", "page", "--temperature", "1"], "--report measures temperatures 0 and 1"),
+        (["--report", "page", "--methods", "ngram,inexact"], "a report has no inexact decoding"),
         (["--report", "page", "--methods", "none"], "a report needs a drafting method"),
         (["--report", "page", "--trained", "nowhere"], "nowhere has no comparison"),
         (["--report", "/dev/null/page"], "cannot write to /dev/null/page"),
