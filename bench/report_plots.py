@@ -167,19 +167,19 @@ def _progress(rows: Sequence[Mapping[str, Any]], title: str, folder: Path, name:
     The first is SD²'s Figure 4, the others are Lyanna's Figure 5. Without losses of all runs, there are two.
     """
     with_loss = all(each["loss"] is not None for row in rows for each in row["progress"])
-    drawn, (tokens, accuracy, *losses) = figure(7, 10 if with_loss else 7, rows=3 if with_loss else 2)
+    drawn, axes = figure(7, 10 if with_loss else 7, rows=3 if with_loss else 2)
+    tokens, accuracy, losses = axes[0], axes[1], axes[2:]
     for row, colour, marker in zip(rows, cycle(COLOURS), cycle(_MARKERS), strict=False):
         steps = [each["step"] for each in row["progress"]]
         how = {"color": colour, "marker": marker, "label": row["run"]}
         tokens.plot(steps, [each["chain_tokens"] - 1 for each in row["progress"]], **how)
         accuracy.plot(steps, [each["accuracy"] for each in row["progress"]], **how)
-        for axes in losses:
-            axes.plot(steps, [each["loss"] for each in row["progress"]], **how)
-            axes.set(ylabel="training loss, mean since the point before")
+        for loss in losses:
+            loss.plot(steps, [each["loss"] for each in row["progress"]], **how)
+            loss.set(ylabel="training loss, mean since the point before")
     tokens.set(ylabel="accepted tokens a step, chains", title=title)
     accuracy.set(ylabel="accuracy, mean over depths")
-    (*_, last) = tokens, accuracy, *losses
-    last.set(xlabel="training step")
+    axes[-1].set(xlabel="training step")
     tokens.legend(fontsize=8)
     return saved(drawn, folder, name)
 
