@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from redraft.bench.report_sizes import _training, matrix_products
+from redraft.bench.report_sizes import _training, drafter_sizes, matrix_products
 
 
 def test_products_are_those_of_every_use_of_a_matrix(tmp_path: Path) -> None:
@@ -45,3 +45,16 @@ def test_training_of_a_recipes_drafter_is_of_the_recipes_folder() -> None:
         "steps": 400, "tokens": 432_580, "seconds": pytest.approx(882.7, abs=0.1),
     }  # fmt: skip
     assert _training(manifest, "none of it") is None
+
+
+def test_bytes_are_of_all_files_of_a_drafter_and_of_no_other_ones(tmp_path: Path) -> None:
+    """Steering has a file of its own. A reference that two graphs share counts once."""
+    files = [("a.data", 0, 100), ("a.data", 0, 100), ("a.steer.data", 0, 20), ("a-long.data", 0, 1000)]
+    record: Any = SimpleNamespace(
+        method="m", hidden_states=(), graphs={}, limits=SimpleNamespace(nodes=1, depth=1),
+        weights=[SimpleNamespace(file=file, offset=offset, length=length) for file, offset, length in files],
+    )  # fmt: skip
+    bundle: Any = SimpleNamespace(
+        path=tmp_path, manifest=SimpleNamespace(name="other", options=(), drafters={"a": record})
+    )
+    assert drafter_sizes(bundle, ["a"])["a"]["bytes"] == 120
