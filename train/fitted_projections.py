@@ -63,20 +63,21 @@ def _hidden_states(verifier: Any, batch: Batch, names: Names[str]) -> Mapping[st
 
 
 class _Sums:
-    """Products of inputs with inputs [I, I] and with targets [I, n], over all rows."""
+    """Products of inputs with inputs [I, I] and with targets [I, n], over all rows, in fp64: inputs may depend on each other."""
 
     def __init__(self, projection: nn.Linear) -> None:
         width, device = projection.in_features, projection.weight.device
-        self._squares = torch.zeros(width, width, device=device)
-        self._products = torch.zeros(width, projection.out_features, device=device)
+        self._squares = torch.zeros(width, width, dtype=torch.float64, device=device)
+        self._products = torch.zeros(width, projection.out_features, dtype=torch.float64, device=device)
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        inputs = inputs.double()
         self._squares.addmm_(inputs.mT, inputs)
-        self._products.addmm_(inputs.mT, targets)
+        self._products.addmm_(inputs.mT, targets.double())
 
     def solve(self) -> torch.Tensor:
         """Return the weight [n, I]."""
-        squares = self._squares.double()
+        squares = self._squares.clone()
         squares.diagonal().add_(_RIDGE * squares.diagonal().mean())
-        weight: torch.Tensor = torch.linalg.solve(squares, self._products.double()).mT.float()
+        weight: torch.Tensor = torch.linalg.solve(squares, self._products).mT.float()
         return weight
