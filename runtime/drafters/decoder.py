@@ -155,7 +155,7 @@ class DecoderDrafter(EngineDrafter):
             began = time.perf_counter()
             levels = self._levels(left, any(chain.left and chain.may_stop for chain in chains))
             self._extend(batch, chains, starts, pending, level, levels)
-            if level:
+            if level or not self.step_ms:  # a first work computes pending tokens too, but it may be the only one
                 self._learn_step_ms((time.perf_counter() - began) * 1e3 / levels)
             for slot, rows in enumerate(pending):
                 if rows:

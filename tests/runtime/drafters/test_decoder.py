@@ -199,6 +199,16 @@ def test_a_draft_stops_where_its_budget_says_so(folder: Path, monkeypatch: pytes
         assert sum(levels for _, levels in watched.rows) == sum(map(len, stopped)) < tokens
 
 
+def test_a_first_draft_of_one_work_times_a_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller knows no level's cost before, so it cannot end a draft, and the next one would be as long again."""
+    with opened(folder) as runtime:
+        watched = Watched(drafter_of(runtime, "narrow"), monkeypatch)
+        runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("narrow", controller="adaptive"))
+        assert watched.rows[0][1] == 16
+        assert len(watched.drafts) > 1
+        assert [levels for _, levels in watched.rows[1:]] == [1] * len(watched.rows[1:]), "so that each may end it"
+
+
 def test_a_joint_probability_ends_a_draft_too() -> None:
     budget = Budget(6, 6, 1, share=0.2)
     seq = Sequence([3], 1, 100, frozenset(), None)  # type: ignore[arg-type]
