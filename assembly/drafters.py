@@ -73,7 +73,7 @@ def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
 
 
 def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapping[str, str]) -> None:
-    """Check trained drafters before any export: their options, and that they belong to this verifier.
+    """Check drafters before any export: their options, and that trained ones belong to this verifier.
 
     digests: of the checkpoint's files, by name. Raises CheckpointError and UsageError.
     """
@@ -85,6 +85,8 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
 
     for drafter in config.drafters:
         path = Path(str(drafter.source))
+        if drafter.source == NATIVE:
+            _native(drafter).check(drafter.id, build_options(drafter, config))
         if drafter.source in (RANDOM, NATIVE) or is_plain_checkpoint(path) or recognise(path):
             continue
         opened = DrafterCheckpoint.open(path)

@@ -11,6 +11,8 @@ from typing import Any
 
 from redraft.errors import DataError, UsageError
 
+ALL = "all"
+"""The name of all kinds together."""
 FORM = 'expected an object such as {"id": "p1", "category": "code", "turns": ["def f("]}'
 
 
@@ -79,4 +81,7 @@ def _prompt(line: str, where: str, default_kind: str) -> Prompt:
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, str) or not turn:
             raise DataError(f"{where}: no text in `turns`, turn {number}", FORM)
-    return Prompt(str(value.get("id", where)), str(value.get("category", default_kind)), turns[0], tuple(turns[1:]))
+    kind = str(value.get("category", default_kind))
+    if kind == ALL:
+        raise DataError(f"{where}: the kind {ALL!r} stands for all kinds together", "rename the category, or the file")
+    return Prompt(str(value.get("id", where)), kind, turns[0], tuple(turns[1:]))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.bench.command import one_line_errors
-from redraft.bench.report_runs import ALL
+from redraft.bench.prompts import ALL
 from redraft.bench.statistics import interval_text
 from redraft.errors import UsageError
 

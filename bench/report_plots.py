@@ -9,8 +9,9 @@ from typing import Any
 
 from redraft.bench.compare import PLAIN
 from redraft.bench.plots import COLOURS, figure, saved
+from redraft.bench.prompts import ALL
 from redraft.bench.report_latency import TOGETHER
-from redraft.bench.report_runs import ALL, STAGES
+from redraft.bench.report_runs import STAGES
 
 _MARKERS = "osD^vPX*<>"
 _STAGE_LABELS = {"verify": "verification", "resample": "resampling", "draft": "drafting", "host": "rest"}

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from redraft.bench.compare import PLAIN, Run
-from redraft.bench.prompts import Prompt
+from redraft.bench.prompts import ALL, Prompt
 from redraft.bench.statistics import CONFIDENCE, FEWEST_VALUES, RESAMPLES
 from redraft.bench.summary import FEWEST_TOKENS
 
-ALL = "all"
 STAGES = ("draft", "resample", "verify", "host")
 """Stages of a step in `Metrics.stage_ms`; `host` is the rest."""
 Interval = tuple[float, float] | None

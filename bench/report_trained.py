@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from redraft.bench.report_runs import ALL
+from redraft.bench.prompts import ALL
 from redraft.bench.statistics import CONFIDENCE
 from redraft.errors import UsageError
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from redraft.bench.compare import INEXACT, PLAIN, Run
+from redraft.bench.prompts import ALL
 from redraft.bench.statistics import first_difference, interval_text, median_estimate
 from redraft.runtime import Generation
 
@@ -129,7 +130,7 @@ def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     rows = [list(HEADER)]
     for method, figures in methods.items():
         name = f"{method} (synthetic)" if figures.get("synthetic_acceptance") else method
-        rows += _rows(name, "all", figures)
+        rows += _rows(name, ALL, figures)
         for kind, part in figures.get("kinds", {}).items():
             rows += _rows(name, kind, part)[: 2 if part["looping_outputs"] else 1]
     return rows

@@ -63,7 +63,7 @@ def _hidden_states(verifier: Any, batch: Batch, names: Names[str]) -> Mapping[st
 
 
 class _Sums:
-    """Products of inputs with inputs [I, I] and with targets [I, n], over all rows, in fp64: inputs may depend on each other."""
+    """Products of inputs with inputs [I, I] and with targets [I, n], over all rows. Sums in fp32 would be imprecise."""
 
     def __init__(self, projection: nn.Linear) -> None:
         width, device = projection.in_features, projection.weight.device

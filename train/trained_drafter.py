@@ -64,6 +64,10 @@ class TrainedDrafter:
             raise CheckpointError(
                 f"{self.path} was trained for another verifier", "give a --start that was trained for this --verifier"
             )
+        if self.config.__class__ is not config.__class__:
+            raise CheckpointError(
+                f"{self.path} is a drafter of another method than the recipe's", "give a --start of the same method"
+            )
         wanted, found = asdict(config), asdict(self.config)
         own = _OWN | self.method.measures.keys()  # a run has no measurement before its first step
         for name in (name for name in found if name in wanted and name not in own):
@@ -74,10 +78,6 @@ class TrainedDrafter:
                     f"{key} = {_short(value)}",
                     "give a --start of the recipe's form, or change the recipe",
                 )
-        if self.config.__class__ is not config.__class__:
-            raise CheckpointError(
-                f"{self.path} is a drafter of another form than the recipe's", "give a --start of the same form"
-            )
         found_states, states = (getattr(one, "hidden_states", ()) for one in (self.config, config))
         if found_states and found_states != states:
             raise CheckpointError(

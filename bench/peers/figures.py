@@ -9,6 +9,7 @@ from redraft.bench.peers.base import DRAFT, PLAIN
 from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Question, Results
 from redraft.bench.peers.worker import Opened, Turn
+from redraft.bench.prompts import ALL
 from redraft.bench.statistics import first_difference, loops, median_estimate
 
 
@@ -94,7 +95,7 @@ def _ratio(theirs: Sequence[float], ours: Sequence[float], questions: Sequence[Q
         for kind in sorted({question.prompt.kind for question in questions})
     }
     return {
-        "all": vars(median_estimate([ratio for _, ratio in pairs])),
+        ALL: vars(median_estimate([ratio for _, ratio in pairs])),
         "not_looping": vars(median_estimate(steady)) if steady else None,
         "kinds": {kind: vars(median_estimate(ratios)) for kind, ratios in kinds.items()},
     }

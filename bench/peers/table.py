@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from redraft.bench.peers.ours import NAME
+from redraft.bench.prompts import ALL
 from redraft.bench.statistics import interval_text
 
 TITLES = {"int8": "8 bits", "int4": "4 bits"}
@@ -45,7 +46,7 @@ def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
                 steady = ratios["not_looping"]
                 found[f"{mode}, not looping"] = f"{_estimate(steady)} of {best}" if steady else "every answer loops"
         for mode, ratios in figures["same_mode"].items():
-            found[f"{mode}, same mode"] = _estimate(ratios["all"])
+            found[f"{mode}, same mode"] = _estimate(ratios[ALL])
         return found
 
     return _rows(result, "ratios", f"{NAME}'s mode", result["peers"], cells)

@@ -40,16 +40,21 @@ from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 
-def export_native(
-    name: str, checkpoint: AnyCheckpoint, verifier: VerifierExport, out: Path, options: MtpBuild,
-    progress: Progress = no_progress,
-) -> ExportedDrafter:  # fmt: skip
-    """Write the graph of the module inside of the verifier's own checkpoint. Raises like `load_module`."""
+def check_native(name: str, options: MtpBuild) -> None:
+    """Raise UsageError for options that a checkpoint's module cannot have."""
     if options.draft_vocabulary is not None:
         raise UsageError(
             f"drafter {name}: draft_vocabulary needs counts of tokens, and a checkpoint's module has none",
             "leave it out, or train a drafter",
         )
+
+
+def export_native(
+    name: str, checkpoint: AnyCheckpoint, verifier: VerifierExport, out: Path, options: MtpBuild,
+    progress: Progress = no_progress,
+) -> ExportedDrafter:  # fmt: skip
+    """Write the graph of the module inside of the verifier's own checkpoint. Raises like `load_module`."""
+    check_native(name, options)
     module, sizes = load_module(checkpoint), verifier.shape
     precision = drafter_precision(options.precision, verifier)
     rows = sizes.max_positions + names.CATCH_UP_ROWS + options.steps

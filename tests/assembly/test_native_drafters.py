@@ -77,6 +77,20 @@ def test_a_bundle_with_a_module(name: str, architecture: str, built: Build, monk
     check_texts(bundle, monkeypatch)
 
 
+def test_options_that_a_module_cannot_have_are_refused_before_the_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "verifier", tmp_path / "engines"
+    write_tokenizer(write_native(folder, "mimo"))
+    command = ["build", str(folder), "-o", str(out), "--drafter", "native,draft_vocabulary=9", "--eval-text", "none"]
+    capsys.readouterr()
+    assert main.run(command) == 2
+    said = capsys.readouterr().err
+    assert "drafter mtp: draft_vocabulary needs counts of tokens, and a checkpoint's module has none; leave" in said
+    assert "trace" not in said
+    assert not out.exists()
+
+
 def test_native_is_a_source_of_a_drafter() -> None:
     (alone,), (named,) = (choose_drafters(BuildConfig(), [text]) for text in ("native", "fast=native,steps=2"))
     assert alone == DrafterBuild("mtp", NATIVE, "mtp")

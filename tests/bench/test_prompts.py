@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from redraft.bench.prompts import load_prompts
-from redraft.errors import UsageError
+from redraft.errors import DataError, UsageError
 
 
 def write(path: Path, *rows: dict[str, object]) -> Path:
@@ -28,6 +28,13 @@ def test_kinds_take_turns_and_limit_counts_by_kind(tmp_path: Path) -> None:
 def test_a_limit_leaves_prompts(tmp_path: Path, limit: int) -> None:
     with pytest.raises(UsageError, match=f"a limit of {limit} leaves no prompt"):
         load_prompts([write(tmp_path / "c.jsonl", {"turns": ["x"]})], limit)
+
+
+@pytest.mark.parametrize(("name", "row"), [("all", {}), ("c", {"category": "all"})])
+def test_no_kind_has_the_name_of_all_kinds(tmp_path: Path, name: str, row: dict[str, object]) -> None:
+    file = write(tmp_path / f"{name}.jsonl", {"turns": ["x"], **row})
+    with pytest.raises(DataError, match=r"l, line 1: the kind 'all' stands for all kinds together; rename"):
+        load_prompts([file])
 
 
 def test_a_path_through_a_file_cannot_be_read(tmp_path: Path) -> None:

@@ -278,6 +278,12 @@ def test_the_page_needs_no_other_file(tmp_path: Path, comparison: Path) -> None:
     assert all(path.stat().st_size > 1000 for some in pictures.values() for path in some)
 
 
+def test_the_page_says_the_largest_trees(tmp_path: Path, comparison: Path) -> None:
+    found = {**figures(comparison), "controller": "fixed", "budget": {"nodes": 9, "depth": 3, "width": 2}}
+    text = write_page(found, draw(found, "a title", tmp_path), tmp_path).read_text(encoding="utf-8")
+    assert "fixed, trees of at most 9 nodes, 3 deep and 2 wide." in text.replace("\n", " ")
+
+
 def test_the_page_has_tests_over_seeds_and_a_picture_of_progress(tmp_path: Path, comparison: Path) -> None:
     """The page takes a picture by the place of its table, of those with rows."""
     results = json.loads((comparison / "results.json").read_text())

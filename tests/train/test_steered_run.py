@@ -150,7 +150,7 @@ def test_drafters_that_a_run_cannot_begin_with_are_refused_in_one_line(
     other = find_method("lyanna").recipe.from_dict(
         {"steps": 1, **{k: v for k, v in SCHEDULE.items() if k != "steps"}, "self_text": {"held_out_rows": 3}}
     )
-    assert "is a drafter of another form than the recipe's" in line(pretrained, other)
+    assert "is a drafter of another method than the recipe's" in line(pretrained, other)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_draft_stops_where_its_budget_says_so(folder: Path, monkeypatch: pytes
 
 
 def test_a_first_draft_of_one_work_times_a_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller knows no level's cost before, so it cannot end a draft, and the next one would be as long again."""
+    """The controller does not know a level's cost before, so the next draft would be as long again."""
     with opened(folder) as runtime:
         watched = Watched(drafter_of(runtime, "narrow"), monkeypatch)
         runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("narrow", controller="adaptive"))
