@@ -11,6 +11,7 @@ from math import exp
 from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
 from redraft.runtime.controller import Call, merged_ready
 from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.draft_noise import NoiseKind
 from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import cut, merge, pinned_nodes, root_only
@@ -53,7 +54,7 @@ class Experience:
 
 @dataclass(slots=True)
 class MethodRecord:
-    """Statistics of a method's requests, with which its next request starts.
+    """Statistics of a method's requests with one kind of noise, with which its next such request starts.
 
     gain: tokens that trees promised beyond their cost of verification, by offer.
     """
@@ -66,7 +67,7 @@ class MethodRecord:
 class ControllerState:
     """The controller's state of one sequence.
 
-    method:   the record of its method.
+    method:   the record of its method.   noise: of its drafts' candidates.
     gain:     as `MethodRecord.gain`, from its own steps.
     found:    number of ready nodes that are worth verifying, and their gain, of this step.
     offered:  the tree that was made for this step, for `observe`.
@@ -78,6 +79,7 @@ class ControllerState:
 
     experience: Experience
     method: MethodRecord
+    noise: NoiseKind
     gain: dict[OfferKey, float]
     found: tuple[int, float] = (0, 0.0)
     offered: Tree | None = None
@@ -114,7 +116,8 @@ class Adaptive:
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
     pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
-    few. A new request starts with its method's experience, and a new method with some credit.
+    few. A new request starts with its method's experience, and a new method with some credit. What greedy requests
+    taught says little of sampled ones, so all statistics of acceptance are kept by `DraftNoise.kind`.
     """
 
     weighs = True
@@ -135,9 +138,9 @@ class Adaptive:
         self._probed: dict[int, tuple[int, float]] = {}
         self._probes = 0
         self._sequences, self._methods = 1, ""
-        self._records: dict[str, MethodRecord] = {}
-        self._depths: dict[Call, DepthCalibration] = {}
-        self._ranks: dict[OfferKey, RankCalibration] = {}
+        self._records: dict[tuple[str, NoiseKind], MethodRecord] = {}
+        self._depths: dict[tuple[str, OfferKind, NoiseKind], DepthCalibration] = {}
+        self._ranks: dict[tuple[OfferKey, NoiseKind], RankCalibration] = {}
 
     def expect(self, drafter: str, costs: Costs) -> None:
         """Use these costs of a drafter's calls until its calls have been timed."""
@@ -202,10 +205,10 @@ class Adaptive:
         if state.tried:
             taken = fresh
         if taken is not None and taken.step_ms:
-            limits = limits._replace(budget=self._stopping(limits.budget, taken, rate, seq.noise.drawn))
+            limits = limits._replace(budget=self._stopping(limits.budget, taken, rate, state.noise))
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
-    def _stopping(self, budget: Budget, offer: Offer, rate: float, drawn: bool) -> Budget:
+    def _stopping(self, budget: Budget, offer: Offer, rate: float, noise: NoiseKind) -> Budget:
         """Return a budget that ends a draft where one more level would cost more tokens than it brings.
 
         A stop must not read tokens that were drawn, so draws get a depth, by the acceptance of earlier ones.
@@ -214,10 +217,10 @@ class Adaptive:
         few = min(_FEW, len(table) - 2)
         node_ms = (table[1 + few] - table[1]) / max(few, 1)
         least = min(rate * (offer.step_ms + node_ms), 1.0)
-        if not drawn:
-            brought = self._depths_of(offer.key.drafter, offer.key.kind).brought
+        if noise != "drawn":
+            brought = self._depths_of(offer, noise).brought
             return replace(budget, share=min(least / max(brought, least), _SURE))
-        shares = self._ranks_of(offer).shares(budget.depth)
+        shares = self._ranks_of(offer, noise).shares(budget.depth)
         paying = next((rank for rank, share in enumerate(shares) if share < least), len(shares))
         return replace(budget, depth=min(budget.depth, paying + 1))
 
@@ -280,7 +283,7 @@ class Adaptive:
         if made is not None and len(made) > 1:
             state.offered = made
             assert plan.make is not None
-            tree = merge(tree, self._depths_of(plan.make.key.drafter, plan.kind).calibrated(made))
+            tree = merge(tree, self._depths_of(plan.make, state.noise).calibrated(made))
             state.shares = ranked_shares(tree.log_probs, tree.pinned)
         state.weighed = plan.found, tree, None
         return tree
@@ -291,7 +294,7 @@ class Adaptive:
         Merging them would copy a tree from the device, and would let the size of a tree of draws depend on its draws.
         """
         assert plan.make is not None
-        shares = self._ranks_of(plan.make).shares(len(made) - 1)
+        shares = self._ranks_of(plan.make, state.noise).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.found[1] else plan.found
         if tree is made:
@@ -313,16 +316,17 @@ class Adaptive:
         self._probed[self._sequences] = size, self._table[size] / self._table[1]
         return size - 1
 
-    def _depths_of(self, drafter: str, kind: OfferKind) -> DepthCalibration:
-        found = self._depths.get((drafter, kind))
+    def _depths_of(self, offer: Offer, noise: NoiseKind) -> DepthCalibration:
+        key = offer.key.drafter, offer.key.kind, noise
+        found = self._depths.get(key)
         if found is None:
-            found = self._depths[drafter, kind] = DepthCalibration()
+            found = self._depths[key] = DepthCalibration()
         return found
 
-    def _ranks_of(self, offer: Offer) -> RankCalibration:
-        found = self._ranks.get(offer.key)
+    def _ranks_of(self, offer: Offer, noise: NoiseKind) -> RankCalibration:
+        found = self._ranks.get((offer.key, noise))
         if found is None:
-            found = self._ranks[offer.key] = RankCalibration()
+            found = self._ranks[offer.key, noise] = RankCalibration()
         return found
 
     def explain(self, seq: Sequence) -> Choice | None:
@@ -354,9 +358,9 @@ class Adaptive:
         if plan.make is not None:
             if (made := state.offered) is not None:
                 if made.cut_at_end:
-                    self._ranks_of(plan.make).observe(len(tree), outcome.path)
+                    self._ranks_of(plan.make, state.noise).observe(len(tree), outcome.path)
                 else:
-                    self._depths_of(plan.make.key.drafter, plan.kind).observe(made, outcome.tokens)
+                    self._depths_of(plan.make, state.noise).observe(made, outcome.tokens)
                 state.offered = None
             ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
         lately = state.experience
@@ -397,12 +401,13 @@ class Adaptive:
     def _state_of(self, seq: Sequence) -> ControllerState:
         state: ControllerState | None = seq.control
         if state is None:
-            method = seq.speculation.method
-            record = self._records.get(method)
+            noise = seq.noise.kind
+            key = seq.speculation.method, noise
+            record = self._records.get(key)
             if record is None:
-                record = self._records[method] = MethodRecord()
+                record = self._records[key] = MethodRecord()
             known = record.experience
-            state = ControllerState(Experience(known.tokens, known.plain_steps), record, dict(record.gain))
+            state = ControllerState(Experience(known.tokens, known.plain_steps), record, noise, dict(record.gain))
             seq.control = state
         return state
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.params import COUPLED as ACCEPTS_COUPLED
 from redraft.runtime.params import LEAST_TEMPERATURE, SamplingParams
 from redraft.runtime.sampling.noise import row_key
+
+NoiseKind = Literal["none", "coupled", "drawn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class DraftNoise:
     def drawn(self) -> bool:
         """True if candidates are drawn from the drafter's distribution, softmax(logits / temperature)."""
         return self.stream == DRAWN and self.temperature > 0
+
+    @property
+    def kind(self) -> NoiseKind:
+        """How likely a candidate is to be accepted differs between these."""
+        return "drawn" if self.drawn else "coupled" if self.temperature > 0 else "none"
 
     def logit_scale(self, draft_logit_scale: float) -> float:
         """Return the factor on logits and noise, for a drafter whose own factor for likeliest tokens is given.

@@ -15,6 +15,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SpeculationParams
+from redraft.runtime.adaptive import MethodRecord
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.prediction import PredictionDrafter
@@ -93,12 +94,28 @@ def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     before = runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_spec_steps
     controller = runtime._speculators._adaptive
-    record = controller._records["ngram"]
+    record = controller._records["ngram", "none"]
     known = (record.experience.tokens, record.experience.plain_steps)
     for _ in range(4):
         runtime.generate([[97]], greedy(150), SpeculationParams("ngram", TEXT))
     assert (record.experience.tokens, record.experience.plain_steps) == known
     assert before < 150
+
+
+def test_sampled_requests_begin_without_what_greedy_ones_taught() -> None:
+    """A method that pays for greedy requests would draft long in sampled ones, where it may not pay."""
+    runtime = make_runtime(lambda tokens: 97 + len(tokens) % 3, max_model_len=400)
+    records = runtime._speculators._adaptive._records
+    prompt = [97 + i % 3 for i in range(24)]
+    runtime.generate([prompt], greedy(150), "ngram")
+    known = records["ngram", "none"].experience
+    kept = known.tokens, known.plain_steps
+    assert known.tokens > 1.3 * known.plain_steps
+    runtime.generate([prompt], greedy(6, temperature=1.0), "ngram")
+    begun = records["ngram", "coupled"].experience
+    assert begun != MethodRecord().experience
+    assert begun.tokens < 1.15 * begun.plain_steps, "a few steps after the credit"
+    assert (known.tokens, known.plain_steps) == kept
 
 
 @pytest.mark.parametrize("budget", [Budget(6, 4, 1), Budget(12, 6, 2)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from redraft.noise_spec import DRAWN
+from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.adaptive import MAX_DEPTH, Adaptive
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.draft_noise import DraftNoise
@@ -18,9 +18,12 @@ CURVE = CostCurve.from_points({1: 10.0, 21: 30.0})
 FULL = Budget(20, MAX_DEPTH, 20)
 
 
+def fresh(step_ms: float) -> Offer:
+    return Offer(OfferKey(DRAFTER, OfferKind.FRESH), maker=MAKER, step_ms=step_ms)  # type: ignore[arg-type]
+
+
 def planned(controller: Adaptive, seq: Sequence, step_ms: float) -> Plan:
-    offer = Offer(OfferKey(DRAFTER, OfferKind.FRESH), maker=MAKER, step_ms=step_ms)  # type: ignore[arg-type]
-    return controller.plan([seq], [(offer,)], [StepLimits(FULL)])[0]
+    return controller.plan([seq], [(fresh(step_ms),)], [StepLimits(FULL)])[0]
 
 
 @pytest.mark.parametrize(("step_ms", "share"), [(2.0, 0.6375), (0.5, 0.319), (50.0, 0.9)])
@@ -36,8 +39,16 @@ def test_a_draft_goes_on_below_fewer_nodes_if_they_brought_little(tokens: tuple[
     """Three nodes have children, with joint probabilities of 2.196 together. A level and a node cost 0.1169 tokens."""
     controller = Adaptive(VerifyCosts.of(CURVE))
     for _ in range(400):
-        controller._depths_of(DRAFTER, OfferKind.FRESH).observe(chain(0.9, 0.8, 0.8, 0.8), tokens)
+        controller._depths_of(fresh(0.1), "none").observe(chain(0.9, 0.8, 0.8, 0.8), tokens)
     assert planned(controller, sequence(), 0.1).limits.budget.share == pytest.approx(share, rel=1e-3)
+
+
+def test_what_greedy_drafts_brought_says_nothing_of_sampled_ones() -> None:
+    controller, sampled = Adaptive(VerifyCosts.of(CURVE)), sequence()
+    sampled.noise = DraftNoise(1.0, 0, COUPLED)
+    for _ in range(400):
+        controller._depths_of(fresh(0.1), "none").observe(chain(0.9, 0.8, 0.8, 0.8), (1, 0))
+    assert planned(controller, sampled, 2.0).limits.budget.share == pytest.approx(0.6375, abs=1e-3)
 
 
 def test_a_drafter_that_cannot_stop_gets_the_whole_budget() -> None:
