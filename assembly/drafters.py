@@ -80,17 +80,21 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
     from redraft.export import support
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
+    from redraft.export.drafters.draft_vocabulary import check_counted
     from redraft.export.drafters.published import recognise
     from redraft.export.shapes import decoder_shape
 
     for drafter in config.drafters:
         path = Path(str(drafter.source))
-        if drafter.source == NATIVE:
-            _native(drafter).check(drafter.id, build_options(drafter, config))
-        if drafter.source in (RANDOM, NATIVE) or is_plain_checkpoint(path) or recognise(path):
+        options = build_options(drafter, config)
+        if drafter.source == NATIVE or (drafter.source != RANDOM and is_plain_checkpoint(path)):
+            what = "a checkpoint's module" if drafter.source == NATIVE else "a plain checkpoint"
+            check_counted(drafter.id, options.draft_vocabulary, what)
+            continue
+        if drafter.source == RANDOM or recognise(path):
             continue
         opened = DrafterCheckpoint.open(path)
-        settings = find_exporter(method_of(drafter).id).configure(opened, build_options(drafter, config))
+        settings = find_exporter(method_of(drafter).id).configure(opened, options)
         shape, identity = decoder_shape(support.load_config(checkpoint)), Identity.from_digests(checkpoint, digests)
         opened.entries()  # refuses a truncated file
         opened.check_verifier(settings, shape.hidden, shape.vocabulary, identity)

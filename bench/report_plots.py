@@ -103,7 +103,7 @@ def _lines(by_method: Mapping[str, Sequence[float]], label: str, title: str, fol
 
 
 def _costs(costs: Mapping[str, Any], title: str, folder: Path) -> list[Path]:
-    """Draw a verification's time by nodes, and a step's drafting, over the time of one node."""
+    """Draw a verification's time by nodes, and the drafting of a verified draft, over the time of one node."""
     drawn, axes = figure(7, 4)
     sizes = list(map(int, costs["verify_ms"]))
     one = costs["verify_ms"]["1"]

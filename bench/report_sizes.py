@@ -25,7 +25,10 @@ _PRODUCTS = {"MatMul", "Gemm", "MatMulInteger", "FusedMatMul"}
 
 
 def costs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str]) -> dict[str, Any]:
-    """Return median milliseconds of a verification by nodes, and mean ones of a step's drafting in these runs."""
+    """Return milliseconds in these runs: the median of a verification by nodes, and the drafting of a verified draft.
+
+    Drafts of which nothing was verified count too, so a method that seldom drafts has a high mean.
+    """
     sizes = [size for size in SIZES if size <= runtime.costs.largest]
     verify: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(_ROUNDS):

@@ -48,6 +48,8 @@ def _by_run(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the runs by name: size, cost, and tokens of a step of chains by seed and kind."""
     found: dict[str, dict[str, Any]] = {}
     for one in results:
+        if ALL in one["chain_tokens"]:
+            raise ValueError(f"the kind {ALL!r} stands for all kinds together")
         run = found.setdefault(one["name"], {"method": one["method"], "seeds": {}})
         run |= {"parameters": one["parameters"], "tokens": one["tokens"]}
         run["seeds"][str(one["seed"])] = {

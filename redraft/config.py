@@ -21,8 +21,10 @@ NATIVE_RELEASES = "10.15 or newer, except 11.1 and 11.2"
 """Releases of TensorRT whose own layers compute tree attention correctly."""
 DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
 """Form of a drafter's id. It has no dot and no plus, which join ids to other words."""
-RESERVED_IDS = (NONE, *UNBUILT, "all", "random", "native", "inexact", "verifier", "step", "weights")
-"""Words that cannot be ids: the command line or names of a bundle's graphs use them."""
+RESERVED_IDS = (
+    NONE, *UNBUILT, "all", "random", "native", "inexact", "verifier", "step", "weights", "prediction", "constraint",
+)  # fmt: skip
+"""Words that cannot be ids: the command line, names of a bundle's graphs, or the controller use them."""
 RANDOM = "random"
 """Replaces a drafter's folder: a drafter of the verifier's shape with random weights, for latency work only."""
 NATIVE = "native"

@@ -117,7 +117,7 @@ class Adaptive:
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
     pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
     few. A new request starts with its method's experience, and a new method with some credit. What greedy requests
-    taught says little of sampled ones, so all statistics of acceptance are kept by `DraftNoise.kind`.
+    taught says little of sampled ones, so the controller keeps its statistics of acceptance by `DraftNoise.kind`.
     """
 
     weighs = True

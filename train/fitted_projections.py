@@ -76,8 +76,8 @@ class _Sums:
         self._products.addmm_(inputs.mT, targets.double())
 
     def solve(self) -> torch.Tensor:
-        """Return the weight [n, I]."""
-        squares = self._squares.clone()
-        squares.diagonal().add_(_RIDGE * squares.diagonal().mean())
-        weight: torch.Tensor = torch.linalg.solve(squares, self._products).mT.float()
+        """Return the weight [n, I]. It is called once."""
+        diagonal = self._squares.diagonal()
+        diagonal.add_(_RIDGE * diagonal.mean())
+        weight: torch.Tensor = torch.linalg.solve(self._squares, self._products).mT.float()
         return weight

@@ -45,13 +45,11 @@ class NativeExporter:
     """The functions for drafters inside of verifiers' checkpoints.
 
     find:   the verifier's checkpoint -> NativeDrafter.
-    check:  (id, options). It raises UsageError for options that such a drafter cannot have.
     export: (id, the verifier's checkpoint, VerifierExport, folder, options, progress).
-    `find` and `export` raise CheckpointError if the checkpoint has none, or an incomplete one.
+    Both raise CheckpointError if the checkpoint has none, or an incomplete one.
     """
 
     find: Callable[[Any], NativeDrafter]
-    check: Callable[[str, Any], None]
     export: Callable[..., ExportedDrafter]
 
 

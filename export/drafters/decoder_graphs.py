@@ -37,7 +37,7 @@ from redraft.export.drafters.draft_graph import (
     stem,
     write_tables,
 )
-from redraft.export.drafters.draft_vocabulary import DraftVocabulary
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
 from redraft.export.drafters.steering import Steering, steer
 from redraft.export.drafters.steering_graph import parameters_of, write_steering
 from redraft.export.loading import LoadedTensors, check_finite, load_tensors
@@ -113,11 +113,7 @@ def exporter_of(method: Method[DecoderShape]) -> Exporter:
         The caller has compared the tokenizers. Raises CheckpointError for another vocabulary size or too short a
         context, and like `export_verifier`.
         """
-        if options.draft_vocabulary is not None:
-            raise UsageError(
-                f"drafter {name}: draft_vocabulary needs counts of tokens, and a plain checkpoint has none",
-                "leave it out, or give a drafter that `redraft train publish` wrote",
-            )
+        check_counted(name, options.draft_vocabulary, "a plain checkpoint")
         architecture = Architecture.of(support.load_config(checkpoint))
         text, tokens = architecture.text, verifier.shape.vocabulary
         if (found := decoder_shape(text).vocabulary) != tokens:

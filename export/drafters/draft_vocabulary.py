@@ -14,9 +14,19 @@ import torch
 from numpy.typing import NDArray
 
 from redraft import names
+from redraft.errors import UsageError
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.sources import AnySource, RowsSource
 from redraft.export.weight_files import NewTensor
+
+
+def check_counted(drafter: str, draft_vocabulary: int | None, source: str) -> None:
+    """Raise UsageError if a drafter from a source without counts of tokens is to have a draft vocabulary."""
+    if draft_vocabulary is not None:
+        raise UsageError(
+            f"drafter {drafter}: draft_vocabulary needs counts of tokens, and {source} has none",
+            "leave it out, or give a drafter that `redraft train publish` wrote",
+        )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from redraft.export.drafters.layer import LayerConfig, verifier_sizes
 from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.drafters.mtp_chain import MtpChain
 from redraft.export.drafters.mtp_layouts import require_module
-from redraft.export.drafters.mtp_native_graphs import check_native, export_native
+from redraft.export.drafters.mtp_native_graphs import export_native
 from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport
 from redraft.export.weight_files import Progress, no_progress
@@ -67,9 +67,7 @@ def _all_tokens(verifier: VerifierExport) -> TokenData:
     return TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
 
 
-EXPORTER = Exporter(
-    configure, export_mtp, export_random, native=NativeExporter(require_module, check_native, export_native)
-)
+EXPORTER = Exporter(configure, export_mtp, export_random, native=NativeExporter(require_module, export_native))
 
 
 def configuration_of(verifier: Any, vocabulary: int) -> LayerConfig:

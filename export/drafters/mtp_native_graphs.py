@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from redraft import names
-from redraft.errors import UnsupportedModelError, UsageError
+from redraft.errors import UnsupportedModelError
 from redraft.export import support, tracing
 from redraft.export.attention import CURRENT, LayerRecorder, record_layers
 from redraft.export.checkpoint import AnyCheckpoint
 from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_graph import ChainRows, drafter_precision, stem, write_draft
-from redraft.export.drafters.draft_vocabulary import DraftVocabulary
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
 from redraft.export.drafters.layer import DrafterConfig, Keep, all_rows
 from redraft.export.drafters.mtp_chain import MtpChain
 from redraft.export.drafters.mtp_layouts import Layout
@@ -40,21 +40,12 @@ from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 
-def check_native(name: str, options: MtpBuild) -> None:
-    """Raise UsageError for options that a checkpoint's module cannot have."""
-    if options.draft_vocabulary is not None:
-        raise UsageError(
-            f"drafter {name}: draft_vocabulary needs counts of tokens, and a checkpoint's module has none",
-            "leave it out, or train a drafter",
-        )
-
-
 def export_native(
     name: str, checkpoint: AnyCheckpoint, verifier: VerifierExport, out: Path, options: MtpBuild,
     progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
     """Write the graph of the module inside of the verifier's own checkpoint. Raises like `load_module`."""
-    check_native(name, options)
+    check_counted(name, options.draft_vocabulary, "a checkpoint's module")
     module, sizes = load_module(checkpoint), verifier.shape
     precision = drafter_precision(options.precision, verifier)
     rows = sizes.max_positions + names.CATCH_UP_ROWS + options.steps

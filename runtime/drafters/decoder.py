@@ -155,8 +155,9 @@ class DecoderDrafter(EngineDrafter):
             began = time.perf_counter()
             levels = self._levels(left, any(chain.left and chain.may_stop for chain in chains))
             self._extend(batch, chains, starts, pending, level, levels)
-            if level or not self.step_ms:  # a first work computes pending tokens too, but it may be the only one
-                self._learn_step_ms((time.perf_counter() - began) * 1e3 / levels)
+            taken_ms = (time.perf_counter() - began) * 1e3 / levels
+            if level or not self.step_ms or taken_ms < self.step_ms:  # a first work reads pending tokens: a bound
+                self._learn_step_ms(taken_ms)
             for slot, rows in enumerate(pending):
                 if rows:
                     starts[slot] += len(rows) + levels - 1

@@ -77,16 +77,24 @@ def test_a_bundle_with_a_module(name: str, architecture: str, built: Build, monk
     check_texts(bundle, monkeypatch)
 
 
-def test_options_that_a_module_cannot_have_are_refused_before_the_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("drafter", "line"),
+    [
+        ("native", "drafter mtp: draft_vocabulary needs counts of tokens, and a checkpoint's module has none; leave"),
+        ("d={}", "drafter d: draft_vocabulary needs counts of tokens, and a plain checkpoint has none; leave it out"),
+    ],
+)
+def test_options_that_a_checkpoints_drafter_cannot_have_are_refused_before_the_export(
+    drafter: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = tmp_path / "verifier", tmp_path / "engines"
     write_tokenizer(write_native(folder, "mimo"))
-    command = ["build", str(folder), "-o", str(out), "--drafter", "native,draft_vocabulary=9", "--eval-text", "none"]
+    asked = f"{drafter.format(folder)},draft_vocabulary=9"
+    command = ["build", str(folder), "-o", str(out), "--drafter", asked, "--eval-text", "none"]
     capsys.readouterr()
     assert main.run(command) == 2
     said = capsys.readouterr().err
-    assert "drafter mtp: draft_vocabulary needs counts of tokens, and a checkpoint's module has none; leave" in said
+    assert line in said
     assert "trace" not in said
     assert not out.exists()
 

@@ -39,6 +39,7 @@ from redraft.errors import RedraftError, UsageError
         ("suffix=mine,method=lyanna", "no drafter can have the id 'suffix', which means something else"),
         ("lookahead=mine,method=lyanna", "no drafter can have the id 'lookahead', which means something else"),
         ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
+        ("prediction=mine,method=lyanna", "no drafter can have the id 'prediction', which means something else"),
         ("native=mine,method=lyanna", "no drafter can have the id 'native', which means something else"),
         ("native,depth=3", "--drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
         ("no/folder", "no/folder is not a drafter: config.json cannot be read"),

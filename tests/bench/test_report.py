@@ -133,6 +133,30 @@ def test_a_comparisons_table_has_its_finished_runs(comparison: Path) -> None:
     assert (second["run"], second["difference"]["mean"]) == ("two", pytest.approx(0.5))  # of the seed that both have
 
 
+def test_no_kind_of_a_comparison_has_the_name_of_all_kinds(comparison: Path) -> None:
+    results = json.loads((comparison / "results.json").read_text())
+    results[0]["chain_tokens"]["all"] = 2.0
+    (comparison / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UsageError, match=r"has no comparison \(the kind 'all' stands for all kinds together\)"):
+        trained([comparison])
+
+
+def test_runs_of_different_depths_keep_their_columns(comparison: Path, tmp_path: Path) -> None:
+    results = json.loads((comparison / "results.json").read_text())
+    for one in results[:2]:
+        one["acceptance"] = {"a": [0.375]}
+    results[2]["wide"] = {"a": [0.9375, 0.8125]}
+    (comparison / "results.json").write_text(json.dumps(results))
+    found = figures(comparison)
+    text = write_page(found, draw(found, "a title", tmp_path), tmp_path).read_text(encoding="utf-8")
+    (table,) = re.findall(r"<table><tr><th>run<th>acceptance 1.*?</table>", text, re.DOTALL)
+    header, *rows = [re.split("<t[hd]>", row)[1:] for row in table.split("<tr>")[1:]]
+    assert [cell.strip() for cell in header] == ["run", "acceptance 1", "acceptance 2", "among four 1", "among four 2"]
+    figures_of = {row[0].strip(): [cell.strip()[:5] for cell in row[1:]] for row in rows}
+    assert figures_of["one"][:2] == ["0.375", ""]
+    assert figures_of["two"][2:] == ["0.938", "0.812"]
+
+
 def test_a_table_without_its_first_run_compares_with_no_other(comparison: Path) -> None:
     """A run keeps its place, so that a curve over passes has it at its number."""
     about = json.loads((comparison / "compare.json").read_text())
@@ -281,7 +305,7 @@ def test_the_page_needs_no_other_file(tmp_path: Path, comparison: Path) -> None:
 def test_the_page_says_the_largest_trees(tmp_path: Path, comparison: Path) -> None:
     found = {**figures(comparison), "controller": "fixed", "budget": {"nodes": 9, "depth": 3, "width": 2}}
     text = write_page(found, draw(found, "a title", tmp_path), tmp_path).read_text(encoding="utf-8")
-    assert "fixed, trees of at most 9 nodes, 3 deep and 2 wide." in text.replace("\n", " ")
+    assert "fixed, at most 9 drafted nodes, 3 deep and 2 wide." in text.replace("\n", " ")
 
 
 def test_the_page_has_tests_over_seeds_and_a_picture_of_progress(tmp_path: Path, comparison: Path) -> None:

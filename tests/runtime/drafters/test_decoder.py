@@ -209,6 +209,15 @@ def test_a_first_draft_of_one_work_times_a_level(folder: Path, monkeypatch: pyte
         assert [levels for _, levels in watched.rows[1:]] == [1] * len(watched.rows[1:]), "so that each may end it"
 
 
+def test_drafts_of_one_work_correct_a_level_that_seems_dear(folder: Path) -> None:
+    """A first draft also waits for what it prepares, and with one work a draft no later one would tell."""
+    with opened(folder) as runtime:
+        drafter = drafter_of(runtime, "narrow")
+        drafter.step_ms = 1e6
+        runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("narrow", budget=Budget(4, 4, 1)))
+        assert drafter.step_ms < 1e5
+
+
 def test_a_joint_probability_ends_a_draft_too() -> None:
     budget = Budget(6, 6, 1, share=0.2)
     seq = Sequence([3], 1, 100, frozenset(), None)  # type: ignore[arg-type]
