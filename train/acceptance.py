@@ -36,7 +36,8 @@ class Acceptance:
         return " ".join(f"{top:.3f}/{wide:.3f}" for top, wide in zip(self.top, self.wide, strict=True))
 
 
-DRAFT_LOGIT_SCALES = tuple(2 ** (quarter / 4) for quarter in range(17))
+_OCTAVE = 4
+DRAFT_LOGIT_SCALES = tuple(2 ** (step / _OCTAVE) for step in range(4 * _OCTAVE + 1))
 """Candidate factors: 1 to 16."""
 _EVERY = 4
 
@@ -65,9 +66,14 @@ def _log_probabilities(objective: DrafterObjective, batch: Batch) -> torch.Tenso
         columns = objective.vocabulary.columns_of(gather_places(states.greedy, places))[:, ::_EVERY]
         counted = (real[:, ::_EVERY] & (columns >= 0)).double()
         some = predicted[:, ::_EVERY].float()
-        for index, factor in enumerate(DRAFT_LOGIT_SCALES):
-            found = (some * factor).log_softmax(-1).gather(-1, columns.clamp(min=0)[..., None])[..., 0]
-            totals[index] += (found.double() * counted).sum().cpu()
+        below = some - some.amax(-1, keepdim=True)
+        found = below.gather(-1, columns.clamp(min=0)[..., None])[..., 0]
+        for first in range(_OCTAVE):
+            shares = (below * DRAFT_LOGIT_SCALES[first]).exp()
+            for index in range(first, len(DRAFT_LOGIT_SCALES), _OCTAVE):
+                log_probs = found * DRAFT_LOGIT_SCALES[index] - shares.sum(-1).log()
+                totals[index] += (log_probs.double() * counted).sum().cpu()
+                shares.square_()  # those of twice the factor
     return totals
 
 
