@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.export.drafters.lyanna import LyannaConfig
+from redraft.train import acceptance as acceptance_module
 from redraft.train.acceptance import (
     DRAFT_LOGIT_SCALES,
     RANKS,
@@ -125,6 +126,21 @@ def test_the_scale_is_the_one_that_makes_greedy_tokens_most_probable():
     batches = greedy_rows(np.array([TEXT]), 0, 2)
     assert greedy_draft_logit_scale(objective(right), batches) > 1.5
     assert greedy_draft_logit_scale(objective(wrong), batches) == DRAFT_LOGIT_SCALES[0]
+
+
+def test_the_scale_is_the_best_of_all_factors(monkeypatch):
+    """Each candidate's logit is 1 below the one before. Of ten drafts one is right with its second candidate."""
+    monkeypatch.setattr(acceptance_module, "_EVERY", 1)
+    drafts = [[[said, 9, 10, 11] for said in SAID[depth:][:5]] for depth in (1, 2)]
+    drafts[0][3][:2] = drafts[0][3][1::-1]
+    ranks = np.array([[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]])[..., None]
+    logits = np.where(np.arange(VOCAB) < 4, 10.0 - np.arange(VOCAB), 0.0)
+    sums = [
+        float((factor * (10.0 - ranks) - np.log(np.exp(factor * logits).sum())).sum()) for factor in DRAFT_LOGIT_SCALES
+    ]
+    best = int(np.argmax(sums))
+    assert 4 < best < len(DRAFT_LOGIT_SCALES) - 1
+    assert greedy_draft_logit_scale(objective(drafts), greedy_rows(np.array([TEXT]), 0, 2)) == DRAFT_LOGIT_SCALES[best]
 
 
 def test_accuracies_by_rank_count_drafts_that_were_wrong_before():
