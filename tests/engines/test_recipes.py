@@ -28,7 +28,7 @@ def test_packaged_recipes_load():
     assert drafter.source.endswith("assets/tiny/lyanna")
     assert not drafter.extra
     assert all(one.extra and one.source and Path(one.source).is_dir() for one in extra)
-    assert len(extra) == 8
+    assert len(extra) == 12
     assert tiny.build == BuildConfig(hidden_states=("last",), drafters=(drafter, *extra))
 
 
