@@ -43,8 +43,16 @@ def needed(graph: onnx.GraphProto, tensors: Iterable[str]) -> set[str]:
         node = producers.get(waiting.pop())
         if node is not None and node.name not in found:
             found.add(node.name)
-            waiting.extend(node.input)
+            waiting.extend(_read(node))
     return found
+
+
+def _read(node: onnx.NodeProto) -> Iterable[str]:
+    """Return the tensors that a node reads, also inside of its branches."""
+    yield from node.input
+    for branch in (attribute.g for attribute in node.attribute):
+        for inner in branch.node:
+            yield from _read(inner)
 
 
 def write_stages(draft: Path, hidden: int, vocabulary: int, width: int, folder: Path) -> dict[str, Path]:

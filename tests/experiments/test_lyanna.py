@@ -531,6 +531,16 @@ def test_a_form_is_a_recipe_that_builds_it(tmp_path):
     assert (built.options, built.source) == (expected, str(tmp_path))
 
 
+def test_a_node_needs_what_its_branches_read():
+    """The draft graph adds noise in a branch, which reads tensors of the graph around it."""
+    branch = helper.make_graph([helper.make_node("Add", ["a", "b"], ["sum"], name="inner")], "then", [], [])
+    other = helper.make_graph([helper.make_node("Identity", ["c"], ["same"], name="other")], "else", [], [])
+    nodes = [helper.make_node("Identity", ["x"], [name], name=f"make {name}") for name in ("a", "b", "c", "d", "if")]
+    nodes.append(helper.make_node("If", ["if"], ["out"], name="choose", then_branch=branch, else_branch=other))
+    graph = helper.make_graph(nodes, "g", [], [])
+    assert needed(graph, ["out"]) == {"choose", "make if", "make a", "make b", "make c"}
+
+
 def test_tables_are_aligned():
     out = io.StringIO(render({"title": [["a", "long"], ["wider", "b"]]}))
     assert out.read() == "title\n\na      long\n-----  ----\nwider  b"
