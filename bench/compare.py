@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from redraft.bench.prompts import Prompt
-from redraft.bench.statistics import loops
+from redraft.bench.statistics import Timing, loops
 from redraft.bench.turns import Report, in_turns
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
@@ -103,6 +103,12 @@ def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings:
     """Decode once; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
     return runtime.generate([prompt], settings.params, speculation(method, settings), forced)[0]
+
+
+def timing(generation: Generation) -> Timing:
+    """Return the tokens after the first, and the wall time of the steps that made them."""
+    tokens = len(generation.token_ids) - 1
+    return Timing(tokens, tokens / generation.metrics.decode_tokens_per_second)
 
 
 def speculation(method: str, settings: Settings) -> SpeculationParams:

@@ -6,13 +6,13 @@ adaptive controller has no first length and decodes once. The baseline is `fixed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from redraft.bench.compare import PLAIN, Run
-from redraft.bench.statistics import first_difference, median_estimate
+from redraft.bench.compare import PLAIN, Run, timing
+from redraft.bench.statistics import Timing, first_difference, interval_text, rate_of, rate_text, ratio_text, speedup
 from redraft.bench.summary import FEWEST_TOKENS
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, SpeculationParams
@@ -65,7 +65,7 @@ class Totals:
         metrics = [one.metrics for one in generations]
         return cls(
             tokens=sum(map(_tokens, generations)),
-            seconds=sum(_tokens(one) / one.metrics.decode_tokens_per_second for one in generations),
+            seconds=sum(timing(one).seconds for one in generations),
             steps=sum(one.num_steps for one in metrics),
             drafts=sum(one.num_spec_steps for one in metrics),
             drafted=sum(one.num_draft_tokens for one in metrics),
@@ -109,7 +109,7 @@ def figures(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
         "outputs": len(runs),
         "timed": len(timed),
         "differing_outputs": _differing(runs),
-        "plain_tokens_per_second": _totals(timed, PLAIN).rate,
+        "plain_tokens_per_second": rate_of(_timings(timed, [PLAIN])),
         "controllers": _controllers(timed, ways),
         "kinds": {kind: _controllers([run for run in timed if run.prompt.kind == kind], ways) for kind in kinds},
         "equations": equations(
@@ -126,15 +126,15 @@ def _controllers(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
     found = {}
     for name, by_length in totals.items():
         rates = [one.rate for one in by_length.values()]
-        own = _mean_rate(ways[name].values())
+        over_plain = _ratio(runs, ways[name].values(), [PLAIN])
         found[name] = {
-            "tokens_per_second": fmean(rates),
-            "speedup": fmean(rates) / fixed,
+            "tokens_per_second": over_plain["rate"],
+            "mean_rate": fmean(rates) / fixed,
             "deviation": pstdev(rates) / fixed,
-            "over_fixed": _ratio(runs, own, _mean_rate(ways[FIXED].values())),
-            "over_plain": _ratio(runs, own, _mean_rate([PLAIN])),
+            "over_fixed": _ratio(runs, ways[name].values(), ways[FIXED].values()),
+            "over_plain": over_plain,
             "best_fixed_length": best,
-            "over_best_fixed": _ratio(runs, own, _mean_rate([ways[FIXED][best]])),
+            "over_best_fixed": _ratio(runs, ways[name].values(), [ways[FIXED][best]]),
             "lengths": {str(length): one.to_json() for length, one in by_length.items()},
             "draft_acceptance_rate": fmean(one.acceptance for one in by_length.values()),
             "mean_draft_length": fmean(one.to_json()["mean_draft_length"] for one in by_length.values()),
@@ -143,16 +143,17 @@ def _controllers(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
     return found
 
 
-def _mean_rate(ways: Any) -> Callable[[Run], float]:
-    """Return the mean rate of several ways over one run."""
+def _timings(runs: Sequence[Run], ways: Iterable[str]) -> list[Timing]:
+    """Return the tokens and seconds of several ways together, of each run."""
     listed = list(ways)
-    return lambda run: fmean(run.generations[way].metrics.decode_tokens_per_second for way in listed)
+    each = ([timing(run.generations[way]) for way in listed] for run in runs)
+    return [Timing(sum(one.tokens for one in some), sum(one.seconds for one in some)) for some in each]
 
 
-def _ratio(runs: Sequence[Run], one: Callable[[Run], float], other: Callable[[Run], float]) -> dict[str, Any]:
-    """Return the median of the ratios over the same runs, with its interval over prompts."""
-    found = median_estimate([one(run) / other(run) for run in runs], [run.prompt for run in runs])
-    return {"median": found.median, "interval": found.interval}
+def _ratio(runs: Sequence[Run], ways: Iterable[str], base: Iterable[str]) -> dict[str, Any]:
+    """Return how many times as fast some ways are as others, with its interval over prompts."""
+    found = speedup(_timings(runs, base), _timings(runs, ways), [run.prompt for run in runs])
+    return found.to_json()
 
 
 def equations(plain: Totals, fixed: Mapping[int, Totals]) -> list[dict[str, float]]:
@@ -189,8 +190,8 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     controllers = result["controllers"]
     if not controllers:
         return []
-    head = ["controller", "tokens/s", "speedup", "over fixed", "over plain", "over best fixed", "α", "drafted", "τ"]
-    found = [("Table 2: speedup over fixed lengths ± deviation over first lengths, then medians of paired ratios",
+    head = ["controller", "tokens/s", "mean rate", "over fixed", "over plain", "over best fixed", "α", "drafted", "τ"]
+    found = [("Table 2: mean rate of first lengths over that of fixed ones ± deviation, then ratios of speeds",
               [head, *[_row(name, one) for name, one in controllers.items()]])]  # fmt: skip
     for kind, part in result["kinds"].items() if len(result["kinds"]) > 1 else ():
         found.append((f"{kind}: the same", [head, *[_row(name, one) for name, one in part.items()]]))
@@ -213,14 +214,14 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
 
 def _row(name: str, one: Mapping[str, Any]) -> list[str]:
     ratios = [_ratio_text(one[key]) for key in ("over_fixed", "over_plain", "over_best_fixed")]
-    return [name, f"{one['tokens_per_second']:.0f}", f"{one['speedup']:.2f} ± {one['deviation']:.2f}", *ratios,
+    return [name, rate_text(one["tokens_per_second"]), f"{one['mean_rate']:.2f} ± {one['deviation']:.2f}", *ratios,
             f"{one['draft_acceptance_rate']:.2f}", f"{one['mean_draft_length']:.1f}",
             f"{one['mean_acceptance_length']:.2f}"]  # fmt: skip
 
 
 def _ratio_text(ratio: Mapping[str, Any]) -> str:
     interval = ratio["interval"]
-    return f"{ratio['median']:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+    return ratio_text(ratio["rate"], ratio["base_rate"]) + (f" ({interval_text(*interval)})" if interval else "")
 
 
 def _differing(runs: Sequence[Run]) -> int:

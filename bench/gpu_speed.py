@@ -203,7 +203,7 @@ def bounded(
         },
         "share_of_bound_in_time": bound_ms / runs_ms,
         "accepted_on_device": {
-            "overall_speedup": on_device,
+            "speedup": on_device,
             "share_of_bound": on_device / found["bound"],
             "share_of_bound_in_time": bound_ms / step_ms["device"],
         },

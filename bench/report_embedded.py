@@ -33,14 +33,14 @@ def read_controllers(path: Path) -> dict[str, Any]:
 def read_peers(path: Path) -> dict[str, Any]:
     """Return the figures that `python -m redraft.bench.peers --json` printed, without folders of its machine.
 
-    Times are milliseconds a token by precision, library and mode. Raises UsageError as `read_controllers`.
+    Speeds are tokens a second by precision, library and mode. Raises UsageError as `read_controllers`.
     """
     from redraft.bench.peers.table import ratio_rows, speed_rows
 
     values = _read(path)
     try:
         decoders = {
-            precision: {name: {"modes": _times(one)} for name, one in by_name.items()}
+            precision: {name: {"modes": _speeds(one)} for name, one in by_name.items()}
             for precision, by_name in values["decoders"].items()
         }
         found = {**{key: values[key] for key in _PEERS}, "decoders": decoders, "failed": sorted(values["failed"])}
@@ -67,8 +67,8 @@ def read_latency(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} has no times of a draft's parts", hint) from None
 
 
-def _times(decoder: Mapping[str, Any]) -> dict[str, Any]:
-    return {mode: {"ms_per_token": dict(found["ms_per_token"])} for mode, found in decoder["modes"].items()}
+def _speeds(decoder: Mapping[str, Any]) -> dict[str, Any]:
+    return {mode: {"tokens_per_second": found["tokens_per_second"]} for mode, found in decoder["modes"].items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

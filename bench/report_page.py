@@ -49,7 +49,7 @@ def write_page(report: Mapping[str, Any], pictures: Mapping[str, Sequence[Path]]
 
 def _peer_tables(peers: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     """Return titles and rows of the tables of peers, headers first."""
-    speeds = f"Milliseconds a token: medians over {peers['prompts']} prompts"
+    speeds = f"Tokens a second over {peers['prompts']} prompts"
     return [(speeds, speed_rows(peers)), ("Speed of redraft over the best mode of a peer", ratio_rows(peers))]
 
 

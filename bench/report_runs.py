@@ -9,15 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from redraft.bench.compare import PLAIN, Run
+from redraft.bench.compare import PLAIN, Run, timing
 from redraft.bench.prompts import ALL, Prompt
-from redraft.bench.statistics import CONFIDENCE, FEWEST_VALUES, RESAMPLES
+from redraft.bench.statistics import CONFIDENCE, FEWEST_VALUES, RESAMPLES, Speedup, Timing, speedup
 from redraft.bench.summary import FEWEST_TOKENS
 
 STAGES = ("draft", "resample", "verify", "host")
@@ -45,17 +44,11 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of one prompt and method: steps, accepted drafted tokens, timed tokens, and seconds of decoding them."""
+    """Of one prompt and method: steps, accepted drafted tokens, and the timed tokens with their seconds."""
 
     steps: int
     accepted: int
-    tokens: int
-    seconds: float
-
-    @property
-    def token_seconds(self) -> float:
-        """Seconds a token."""
-        return self.seconds / self.tokens
+    timing: Timing
 
 
 def _sums(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, list[_Sums]]:
@@ -72,10 +65,10 @@ def _sums(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, list[_Sums]]
         found[name] = []
         for turns in by_prompt.values():
             metrics = [run.generations[name].metrics for run in turns]
-            tokens = [len(run.generations[name].token_ids) - 1 for run in turns]
-            seconds = sum(n / m.decode_tokens_per_second for n, m in zip(tokens, metrics, strict=True))
+            timings = [timing(run.generations[name]) for run in turns]
+            whole = Timing(sum(one.tokens for one in timings), sum(one.seconds for one in timings))
             steps, accepted = sum(m.num_steps for m in metrics), sum(m.num_accepted_draft_tokens for m in metrics)
-            found[name].append(_Sums(steps, accepted, sum(tokens), seconds))
+            found[name].append(_Sums(steps, accepted, whole))
     return found
 
 
@@ -86,14 +79,18 @@ def by_kind(runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
 
 
 def speeds(runs: Sequence[Run], method: str) -> dict[str, Any]:
-    """Return the median over prompts of speed over plain decoding, with its interval, by kind and over all."""
+    """Return speed over plain decoding (`speedup`) with its interval over prompts, by kind and over all."""
     found = {}
     for kind, some in by_kind(runs).items():
         sums = _sums(some, [PLAIN, method])
-        ratios = [a.token_seconds / b.token_seconds for a, b in zip(sums[PLAIN], sums[method], strict=True)]
-        if ratios:
-            found[kind] = {"speed": median(ratios), "interval": interval(np.median, ratios), "prompts": len(ratios)}
+        if sums[PLAIN]:
+            ratio = _ratio(sums[PLAIN], sums[method])
+            found[kind] = {"speed": ratio.ratio, "interval": ratio.interval, "prompts": ratio.count}
     return found
+
+
+def _ratio(base: Sequence[_Sums], other: Sequence[_Sums]) -> Speedup:
+    return speedup([one.timing for one in base], [one.timing for one in other])
 
 
 def _tau(accepted: Any, steps: Any, axis: int = -1) -> Any:
@@ -116,7 +113,7 @@ def tokens_a_step(runs: Sequence[Run], method: str) -> dict[str, Any]:
 
 
 def pairs(runs: Sequence[Run], methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Return, for every two methods, the difference of τ and the median ratio of speeds over prompts, with intervals.
+    """Return, for every two methods, the difference of τ and the ratio of speeds, with intervals over prompts.
 
     `separate` is True if the interval of the difference of τ does not hold 0.
     """
@@ -130,11 +127,10 @@ def pairs(runs: Sequence[Run], methods: Sequence[str]) -> list[dict[str, Any]]:
         columns = [np.array(column) for name in (second, first) for column in _columns(sums[name])]
         if not columns[0].size:
             continue
-        ratios = [a.token_seconds / b.token_seconds for a, b in zip(sums[first], sums[second], strict=True)]
-        tau = interval(difference, *columns)
+        ratio, tau = _ratio(sums[first], sums[second]), interval(difference, *columns)
         found.append({
             "method": second, "than": first, "tau": float(difference(*columns)), "tau_interval": tau,
-            "speed": median(ratios), "speed_interval": interval(np.median, ratios),
+            "speed": ratio.ratio, "speed_interval": ratio.interval,
             "separate": tau is not None and not tau[0] <= 0 <= tau[1],
         })  # fmt: skip
     return found
@@ -144,19 +140,18 @@ def against(runs: Sequence[Run], methods: Sequence[str], baseline: str) -> dict[
     """Return τ of every method, and its speed over the baseline's, by method and kind (SD², tables 1 and 3).
 
     baseline: the method that the others are compared with; its own speed is 1.
-    `tau` is the mean number of tokens a step over all prompts. `speed` is the median over prompts of the ratio of the
-    time a token, without a unit, the tables' α. Both have their intervals over prompts.
+    `tau` is the mean number of tokens a step over all prompts. `speed` is the tables' α, a
+    `speedup`. Both have their intervals over prompts.
     """
     found: dict[str, Any] = {name: {} for name in methods}
     for kind, some in by_kind(runs).items():
         sums = _sums(some, list(dict.fromkeys((*methods, baseline))))
         for name in methods if sums[baseline] else ():
-            pair = zip(sums[baseline], sums[name], strict=True)
-            ratios = [base.token_seconds / own.token_seconds for base, own in pair]
+            ratio = _ratio(sums[baseline], sums[name])
             accepted, steps = _columns(sums[name])
             found[name][kind] = {
                 "tau": float(_tau(np.array(accepted), np.array(steps))), "interval": interval(_tau, accepted, steps),
-                "speed": median(ratios), "speed_interval": interval(np.median, ratios),
+                "speed": ratio.ratio, "speed_interval": ratio.interval,
             }  # fmt: skip
     return found
 

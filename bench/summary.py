@@ -1,4 +1,7 @@
-"""Runs of a comparison to figures: speed from pairs, acceptance, losslessness; over all outputs and without loops."""
+"""Runs of a comparison to figures: speed from pairs, acceptance, losslessness; over all outputs and without loops.
+
+`speedup` is that of `redraft.bench.statistics`, over plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from redraft.bench.compare import INEXACT, PLAIN, Run
+from redraft.bench.compare import INEXACT, PLAIN, Run, timing
 from redraft.bench.prompts import ALL
-from redraft.bench.statistics import first_difference, interval_text, median_estimate
+from redraft.bench.statistics import first_difference, interval_text, rate_text, ratio_text, speedup
 from redraft.runtime import Generation
 
 NEAR_TIE = 1e-4
@@ -80,24 +81,21 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     timed = [run for run in runs if min(_length(g) for g in run.generations.values()) >= FEWEST_TOKENS]
     if not timed:
         return {"prompts": 0, "tokens": 0}
-    pairs = [(run.generations[PLAIN].metrics, run.generations[method].metrics) for run in timed]
-    rates = [other.decode_tokens_per_second for _, other in pairs]
-    seconds = np.array([(_length(run.generations[method]) - 1) / rate for run, rate in zip(timed, rates, strict=True)])
-    overheads = np.array([other.overhead_fraction for _, other in pairs])
-    speedup = median_estimate(
-        [other.decode_tokens_per_second / plain.decode_tokens_per_second for plain, other in pairs],
-        clusters=[run.prompt for run in timed],
-    )
-    steps = sum(other.num_steps for _, other in pairs)
-    drafted = sum(other.num_draft_tokens for _, other in pairs)
-    accepted = sum(other.num_accepted_draft_tokens for _, other in pairs)
+    timings = [timing(run.generations[method]) for run in timed]
+    ratio = speedup([timing(run.generations[PLAIN]) for run in timed], timings, [run.prompt for run in timed])
+    metrics = [run.generations[method].metrics for run in timed]
+    steps = sum(one.num_steps for one in metrics)
+    drafted = sum(one.num_draft_tokens for one in metrics)
+    accepted = sum(one.num_accepted_draft_tokens for one in metrics)
+    outside = sum(one.overhead_fraction * spent.seconds for one, spent in zip(metrics, timings, strict=True))
     return {
-        "tokens_per_second": float(np.median(rates)),
-        "speedup": speedup.median,
-        "speedup_interval": speedup.interval,
+        "tokens_per_second": ratio.rate,
+        "plain_tokens_per_second": ratio.base_rate,
+        "speedup": ratio.ratio,
+        "speedup_interval": ratio.to_json()["interval"],
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "overhead_fraction": float(seconds @ overheads / seconds.sum()),
+        "overhead_fraction": outside / sum(spent.seconds for spent in timings),
         "prompts": len(timed),
         "tokens": sum(_length(run.generations[method]) for run in timed),
     }
@@ -160,8 +158,8 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     if not figures["prompts"]:
         return ["-", "-", "-", "-", "-", "0"]
     return [
-        f"{figures['tokens_per_second']:.0f}",
-        f"{figures['speedup']:.2f}",
+        rate_text(figures["tokens_per_second"]),
+        ratio_text(figures["tokens_per_second"], figures["plain_tokens_per_second"]),
         interval_text(*(figures["speedup_interval"] or (None, None))),
         f"{figures['mean_acceptance_length']:.2f}",
         f"{100 * figures['overhead_fraction']:.1f} %",

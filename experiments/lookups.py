@@ -13,8 +13,8 @@ renamed:    the prediction is the model's own text, in which the commonest ident
             identifier that occurs three times are left out.
 unrelated:  the prediction is the output of another prompt.
 
-Prints one JSON object: the number of prompts by kind and, by kind and case, pairs, median and least speedup, tokens a
-step, and whether all texts are equal.
+Prints one JSON object: the number of prompts by kind and, by kind and case, pairs, speedup and the least of a pair,
+tokens a step, and whether all texts are equal.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from statistics import median
 from typing import Any
 
 from redraft.bench.command import bundle_parser, run
+from redraft.bench.compare import timing
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.statistics import Timing, speedup
 from redraft.bench.turns import Flips
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation
@@ -46,24 +48,28 @@ _UNCHANGED = SpeculationParams("suffix", tenant="the unchanged question")
 
 @dataclass
 class Case:
-    """Pairs of one case: tokens a second over those of plain decoding, tokens a step, and equality of texts."""
+    """Pairs of one case: times of plain decoding and of the method, tokens a step, and equality of texts."""
 
-    speedups: list[float] = field(default_factory=list)
+    plain: list[Timing] = field(default_factory=list)
+    found: list[Timing] = field(default_factory=list)
     tokens_per_step: list[float] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
 
     def add(self, plain: Generation, found: Generation) -> None:
         """Add one pair."""
         self.equal.append(plain.token_ids == found.token_ids)
-        self.speedups.append(found.metrics.decode_tokens_per_second / plain.metrics.decode_tokens_per_second)
+        self.plain.append(timing(plain))
+        self.found.append(timing(found))
         self.tokens_per_step.append((len(found.token_ids) - 1) / found.metrics.num_steps)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures."""
+        ratio = speedup(self.plain, self.found)
         return {
-            "pairs": len(self.speedups),
-            "speedup": round(median(self.speedups), 3),
-            "least": round(min(self.speedups), 3),
+            "pairs": ratio.count,
+            "speedup": round(ratio.ratio, 3),
+            "speedup_interval": ratio.interval,
+            "least": round(min(speedup([a], [b]).ratio for a, b in zip(self.plain, self.found, strict=True)), 3),
             "tokens_per_step": round(median(self.tokens_per_step), 2),
             "identical_to_plain": all(self.equal),
         }

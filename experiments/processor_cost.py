@@ -8,7 +8,7 @@ verifier's calls: the drafter with its noise, processors, sampling, and the rest
 - own_ms: own time of a step.   share: of all its time.
 - extra: the own time beyond a greedy step's of the same method, over all the step's time. `beyond_plain` is this less
   the same share of plain decoding.
-- speed: over plain decoding with the same setting, the median of pairs with its interval.
+- speed: over plain decoding with the same setting, with its interval (`speedup`).
 
 The JSON schema is measured on prompts of its own, which ask for a record; its `extra` is beyond a greedy step of these.
 """
@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redraft.bench.command import budget, bundle_parser, run
-from redraft.bench.compare import Settings, first_turn
+from redraft.bench.compare import Settings, first_turn, timing
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
-from redraft.bench.statistics import median_estimate
+from redraft.bench.statistics import speedup
 from redraft.methods import NONE
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 
@@ -85,12 +85,12 @@ def measure(
         for way, row in rows.items():
             if way != NONE:
                 row["beyond_plain"] = row["extra"] - rows[NONE]["extra"]
-                ratios = [
-                    _ms(plain) / _ms(one)
+                pairs = [
+                    (timing(plain), timing(one))
                     for plain, one in zip(found[setting, NONE], found[setting, way], strict=True)
                     if min(len(plain.token_ids), len(one.token_ids)) > 8
                 ]
-                row["speed"] = vars(median_estimate(ratios))
+                row["speed"] = speedup([plain for plain, _ in pairs], [one for _, one in pairs]).to_json()
         figures[setting] = rows
     return figures
 
@@ -110,10 +110,6 @@ def _per_step(generations: Sequence[Generation]) -> tuple[float, float]:
     steps = sum(one.metrics.num_steps for one in generations)
     whole = sum(sum(one.metrics.stage_ms.values()) for one in generations) / steps
     return whole - sum(one.metrics.stage_ms["verify"] for one in generations) / steps, whole
-
-
-def _ms(one: Generation) -> float:
-    return 1e3 / one.metrics.decode_tokens_per_second
 
 
 def main() -> dict[str, Any]:

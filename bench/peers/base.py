@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from redraft.bench.statistics import Timing
 from redraft.config import Precision
 from redraft.errors import BackendError
 
@@ -59,9 +60,9 @@ class Decoded:
     seconds: float
 
     @property
-    def ms_per_token(self) -> float:
-        """Milliseconds a token after the first one."""
-        return self.seconds * 1e3 / (len(self.token_ids) - 1)
+    def timing(self) -> Timing:
+        """The tokens after the first one, and their seconds."""
+        return Timing(len(self.token_ids) - 1, self.seconds)
 
 
 class Decoder(Protocol):

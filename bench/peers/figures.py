@@ -1,4 +1,4 @@
-"""Turns to figures: milliseconds a token by decoder and mode, ratios from pairs, and texts that differ."""
+"""Turns to figures: tokens a second by decoder and mode, ratios from pairs, and texts that differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Question, Results
 from redraft.bench.peers.worker import Opened, Turn
 from redraft.bench.prompts import ALL
-from redraft.bench.statistics import first_difference, loops, median_estimate
+from redraft.bench.statistics import Timing, first_difference, loops, rate_of, speedup
 
 
 def figures(results: Results, questions: Sequence[Question], opened: Mapping[Key, Opened]) -> dict[str, Any]:
@@ -51,10 +51,10 @@ def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: 
 
 
 def _mode(results: Results, questions: Sequence[Question], key: Key, mode: str) -> dict[str, Any]:
-    """Return milliseconds a token, and the outputs that differ from our plain text; None if ours has failed."""
+    """Return tokens a second, and the outputs that differ from our plain text; None if ours has failed."""
     turns, ours = results.turns[key][mode], results.turns.get(Key(NAME, key.precision))
     differences = None if ours is None else _differences(questions, turns, ours[PLAIN])
-    return {"ms_per_token": vars(median_estimate(_ms(turns))), "differences": differences}
+    return {"tokens_per_second": rate_of(_timings(turns)), "differences": differences}
 
 
 def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Se
 
 
 def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:
-    """Return the times of a peer's best mode over ours on the same prompts: above 1, we are faster.
+    """Return how many times as fast ours is as a peer's best mode on the same prompts.
 
     same_mode: of the peer's drafts by a second model over ours.
     """
@@ -76,30 +76,31 @@ def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[s
     if key.name == NAME or ours is None:
         return None
     modes = results.turns[key]
-    best = min(modes, key=lambda mode: median_estimate(_ms(modes[mode])).median)
-    theirs = _ms(modes[best])
-    found = {"best_mode": best, "modes": {mode: _ratio(theirs, _ms(turns), questions) for mode, turns in ours.items()}}
-    pair = {DRAFT: _ratio(_ms(modes[DRAFT]), _ms(ours[DRAFT]), questions)} if DRAFT in modes and DRAFT in ours else {}
+    best = max(modes, key=lambda mode: rate_of(_timings(modes[mode])))
+    theirs = modes[best]
+    found = {"best_mode": best, "modes": {mode: _ratio(theirs, turns, questions) for mode, turns in ours.items()}}
+    pair = {DRAFT: _ratio(modes[DRAFT], ours[DRAFT], questions)} if DRAFT in modes and DRAFT in ours else {}
     return found | {"same_mode": pair}
 
 
-def _ratio(theirs: Sequence[float], ours: Sequence[float], questions: Sequence[Question]) -> dict[str, Any]:
-    """Return medians of pairs with intervals: over `all` prompts, those whose answer does not loop, and by kind.
+def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Question]) -> dict[str, Any]:
+    """Return ratios with intervals (`speedup`): over `all` prompts, those whose answer does not loop, and by kind.
 
     `not_looping` is None if every answer loops.
     """
-    pairs = [(question, a / b) for question, a, b in zip(questions, theirs, ours, strict=True)]
-    steady = [ratio for question, ratio in pairs if not loops(question.answer)]
-    kinds = {
-        kind: [ratio for question, ratio in pairs if question.prompt.kind == kind]
-        for kind in sorted({question.prompt.kind for question in questions})
-    }
+    pairs = list(zip(_timings(theirs), _timings(ours), strict=True))
+
+    def over(keep: Callable[[Question], bool]) -> dict[str, Any] | None:
+        kept = [pair for question, pair in zip(questions, pairs, strict=True) if keep(question)]
+        return speedup([pair[0] for pair in kept], [pair[1] for pair in kept]).to_json() if kept else None
+
+    kinds = sorted({question.prompt.kind for question in questions})
     return {
-        ALL: vars(median_estimate([ratio for _, ratio in pairs])),
-        "not_looping": vars(median_estimate(steady)) if steady else None,
-        "kinds": {kind: vars(median_estimate(ratios)) for kind, ratios in kinds.items()},
+        ALL: over(lambda question: True),
+        "not_looping": over(lambda question: not loops(question.answer)),
+        "kinds": {kind: over(lambda question, kind=kind: question.prompt.kind == kind) for kind in kinds},
     }
 
 
-def _ms(turns: Sequence[Turn]) -> list[float]:
-    return [turn.decoded.ms_per_token for turn in turns]
+def _timings(turns: Sequence[Turn]) -> list[Timing]:
+    return [turn.decoded.timing for turn in turns]

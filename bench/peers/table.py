@@ -8,7 +8,7 @@ from typing import Any
 
 from redraft.bench.peers.ours import NAME
 from redraft.bench.prompts import ALL
-from redraft.bench.statistics import interval_text
+from redraft.bench.statistics import interval_text, rate_text, ratio_text
 
 TITLES = {"int8": "8 bits", "int4": "4 bits"}
 
@@ -21,16 +21,16 @@ def markdown(result: Mapping[str, Any]) -> str:
 def _introduction(result: Mapping[str, Any]) -> Iterator[str]:
     machine = result["environment"]
     yield (
-        f"Milliseconds a token: medians over {result['prompts']} prompts, {result['new_tokens']} new tokens, "
+        f"Tokens a second over {result['prompts']} prompts, {result['new_tokens']} new tokens, "
         f"{result['looping_answers']} answers that loop; {machine['threads']} threads, {machine['cpu']}."
     )
 
 
 def speed_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return milliseconds a token by library and mode, a column for each precision, with a header."""
+    """Return tokens a second by library and mode, a column for each precision, with a header."""
 
     def cells(figures: Mapping[str, Any]) -> dict[str, str]:
-        return {mode: f"{found['ms_per_token']['median']:.1f}" for mode, found in figures["modes"].items()}
+        return {mode: rate_text(found["tokens_per_second"]) for mode, found in figures["modes"].items()}
 
     return _rows(result, "decoders", "mode", (NAME, *result["peers"]), cells)
 
@@ -57,13 +57,14 @@ def _speeds(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ratios(result: Mapping[str, Any]) -> Iterator[str]:
-    yield f"Speed of {NAME} by its mode, over the best mode of a peer: medians of pairs with 95 % intervals."
+    yield f"Speed of {NAME} by its mode, over the best mode of a peer, with 95 % intervals."
     yield ""
     yield from _table(ratio_rows(result))
 
 
 def _estimate(found: Mapping[str, Any]) -> str:
-    return f"{found['median']:.2f} ({interval_text(found['low'], found['high'])})"
+    ratio = ratio_text(found["rate"], found["base_rate"])
+    return f"{ratio} ({interval_text(*(found['interval'] or (None, None)))})"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -15,13 +15,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TextIO
 
-import numpy as np
-
 from experiments.lyanna.text import note
-from redraft.bench.compare import Settings, first_turn
+from redraft.bench.compare import Settings, first_turn, timing
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
-from redraft.bench.statistics import interval_text, median_estimate
+from redraft.bench.statistics import interval_text, rate_text, ratio_text, speedup
 from redraft.bench.summary import FEWEST_TOKENS
 from redraft.bench.turns import in_turns
 from redraft.methods.lyanna import METHOD
@@ -120,21 +118,21 @@ def _figures(
 
 
 def speed(generations: Sequence[Generation], against: Sequence[Generation]) -> dict[str, Any]:
-    """Return speed and acceptance, and the median of ratios by prompt to another variant, with its interval.
+    """Return speed and acceptance, and the ratio of speeds to another variant (`speedup`) with its interval.
 
     Outputs too short to time take no part in speed.
     """
     pairs = [
-        (one.metrics, other.metrics)
+        (timing(one), timing(other))
         for one, other in zip(generations, against, strict=True)
         if min(len(one.token_ids), len(other.token_ids)) >= FEWEST_TOKENS
     ]
-    ratios = [one.decode_tokens_per_second / other.decode_tokens_per_second for one, other in pairs]
+    ratio = speedup([other for _, other in pairs], [one for one, _ in pairs]) if pairs else None
     steps = sum(g.metrics.num_steps for g in generations)
     accepted = sum(g.metrics.num_accepted_draft_tokens for g in generations)
     return {
-        "tokens_per_second": float(np.median([one.decode_tokens_per_second for one, _ in pairs])) if pairs else None,
-        "over_fresh": asdict(median_estimate(ratios)) if ratios else None,
+        "tokens_per_second": ratio and ratio.rate,
+        "over_fresh": ratio and ratio.to_json(),
         "mean_acceptance_length": 1 + accepted / max(steps, 1),
         "other_texts": sum(a.token_ids != b.token_ids for a, b in zip(generations, against, strict=True)),
     }
@@ -170,7 +168,7 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     by_kind = [["controller", "drafts", "kind", "over fresh", "95 % interval", "τ"]]
     for controller, variants in result["controllers"].items():
         for drafts, found in variants.items():
-            rate = "-" if found["tokens_per_second"] is None else f"{found['tokens_per_second']:.0f}"
+            rate = "-" if found["tokens_per_second"] is None else rate_text(found["tokens_per_second"])
             trees = [_tree(found["trees"].get(source)) for source in MADE]
             tau, share = f"{found['mean_acceptance_length']:.3f}", f"{100 * found['resampled_steps']:.1f} %"
             ratio = _ratio(found["over_fresh"])
@@ -187,7 +185,8 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
 def _ratio(estimate: dict[str, Any] | None) -> list[str]:
     if estimate is None:
         return ["-", "-"]
-    return [f"{estimate['median']:.3f}", interval_text(estimate["low"], estimate["high"], digits=3)]
+    ratio = ratio_text(estimate["rate"], estimate["base_rate"], digits=3)
+    return [ratio, interval_text(*(estimate["interval"] or (None, None)), digits=3)]
 
 
 def _tree(found: dict[str, float] | None) -> str:

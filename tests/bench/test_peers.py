@@ -114,18 +114,20 @@ def measured(taken: Results | None = None, questions: Sequence[Question] = QUEST
     }
 
 
-def test_figures_are_medians_and_ratios_of_pairs_with_the_best_mode() -> None:
+def test_figures_are_rates_and_ratios_of_the_same_prompts_with_the_best_mode() -> None:
     found = measured()
     decoders, ratios = found["decoders"]["fp32"], found["ratios"]["fp32"]
-    assert decoders[NAME]["modes"][PLAIN]["ms_per_token"]["median"] == pytest.approx(20)
+    assert decoders[NAME]["modes"][PLAIN]["tokens_per_second"] == pytest.approx(50)
     assert (decoders["peer"]["busy_threads"], decoders["peer"]["idle_cpu_ms"]) == pytest.approx((2, 30))
     assert decoders["peer"]["modes"][NGRAM]["differences"] == [{"prompt": "b", "token": 1}]
     assert list(ratios) == ["peer"]
     assert ratios["peer"]["best_mode"] == NGRAM
     modes = ratios["peer"]["modes"]
-    assert modes[PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
-    assert modes[PLAIN]["kinds"]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
-    assert modes[NGRAM]["all"] == pytest.approx({"median": 4, "low": None, "high": None, "count": 3})
+    assert modes[PLAIN]["all"]["ratio"] == pytest.approx(260 / 120)
+    assert modes[PLAIN]["kinds"]["x"]["ratio"] == pytest.approx(220 / 80)
+    ngram = modes[NGRAM]["all"]
+    assert (ngram["ratio"], ngram["interval"], ngram["count"]) == (pytest.approx(260 / 60), None, 3)
+    assert (ngram["rate"], ngram["base_rate"]) == pytest.approx((6 / 0.06, 6 / 0.26))
 
 
 def test_outputs_of_prompts_with_equal_ids_are_counted_one_by_one() -> None:
@@ -150,14 +152,14 @@ def test_texts_are_not_compared_if_our_decoder_failed() -> None:
 
 
 def test_ratios_are_also_of_answers_that_do_not_loop() -> None:
-    """The first two pairs have ratios of 2 and 1, the third of 3."""
+    """The first two take 80 ms of the peer and 60 of ours, the third 180 and 60."""
     looping = replace(QUESTIONS[2], answer=(1,) * 64)
     found = measured(questions=[*QUESTIONS[:2], looping])
     ratios = found["ratios"]["fp32"]["peer"]["modes"][PLAIN]
-    assert (ratios["all"]["median"], ratios["not_looping"]["median"]) == pytest.approx((2, 1.5))
+    assert (ratios["all"]["ratio"], ratios["not_looping"]["ratio"]) == pytest.approx((260 / 120, 80 / 60))
     shown = markdown(found)
-    assert "| peer | plain | 2.00 (-) of ngram |" in shown
-    assert "| peer | plain, not looping | 1.50 (-) of ngram |" in shown
+    assert "| peer | plain | 2.17 (-) of ngram |" in shown
+    assert "| peer | plain, not looping | 1.33 (-) of ngram |" in shown
     every = measured(questions=[looping] * 3)
     assert "| peer | plain, not looping | every answer loops |" in markdown(every)
 
@@ -168,15 +170,15 @@ def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None
     assert rows == [
         "|  | mode | fp32 | 8 bits |",
         "| --- | --- | --- | --- |",
-        f"| {NAME} | plain | 20.0 | not measured |",
-        f"| {NAME} | ngram | 10.0 | not measured |",
-        "| peer | plain | 500.0 | failed |",
-        "| peer | ngram | 20.0 | failed |",
+        f"| {NAME} | plain | 50.00 | not measured |",
+        f"| {NAME} | ngram | 100.0 | not measured |",
+        "| peer | plain | 2.000 | failed |",
+        "| peer | ngram | 23.08 | failed |",
         "| absent |  | not installed | not installed |",
         f"|  | {NAME}'s mode | fp32 | 8 bits |",
         "| --- | --- | --- | --- |",
-        "| peer | plain | 2.00 (-) of ngram | failed |",
-        "| peer | ngram | 4.00 (-) of ngram | failed |",
+        "| peer | plain | 2.17 (-) of ngram | failed |",
+        "| peer | ngram | 4.33 (-) of ngram | failed |",
         "| absent |  | not installed | not installed |",
     ]
     assert "- absent is not installed: `pip install absent`" in lines
@@ -215,7 +217,7 @@ def test_the_command_measures_what_works_and_fails_for_the_rest(
     assert found["left_out"] == {"absent": "pip install absent"}
     assert list(found["decoders"]["fp32"]) == [NAME, "counter"]
     assert list(found["decoders"]["fp32"][NAME]["modes"]) == [PLAIN, NGRAM, "ngram+lyanna"]
-    assert found["decoders"]["fp32"]["counter"]["modes"][PLAIN]["ms_per_token"]["median"] == pytest.approx(25)
+    assert found["decoders"]["fp32"]["counter"]["modes"][PLAIN]["tokens_per_second"] == pytest.approx(40)
     assert found["ratios"]["fp32"]["counter"]["best_mode"] == NGRAM
     assert (found["prompts"], found["new_tokens"]) == (2, 18)
 
@@ -223,7 +225,7 @@ def test_the_command_measures_what_works_and_fails_for_the_rest(
 def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
     measure("--peers", "counter", "other")
     out = capsys.readouterr().out
-    assert "| counter | plain | 25.0 |\n| counter | ngram | 12.5 |\n| other |  | not measured |" in out
+    assert "| counter | plain | 40.00 |\n| counter | ngram | 80.00 |\n| other |  | not measured |" in out
     assert f"| {NAME} | ngram+lyanna |" in out
     assert "| counter | ngram+lyanna | " in out
     assert "broken" not in out
@@ -251,15 +253,15 @@ def test_a_missing_checkpoint_is_named(measure: Measure, tmp_path: Path) -> None
 
 
 def test_the_same_mode_is_compared_where_both_have_a_second_model() -> None:
-    """Ours takes 1, 2 and 4 seconds, a peer's drafts 2, 6 and 8: 2, 3 and 2 times. Its best mode is another one."""
+    """Ours takes 1, 2 and 4 seconds, a peer's drafts 2, 6 and 8. Its best mode is another one."""
     ours = {PLAIN: [turn(9.0)] * 3, DRAFT: [turn(1.0), turn(2.0), turn(4.0)]}
     theirs = {PLAIN: [turn(3.0)] * 3, DRAFT: [turn(2.0), turn(6.0), turn(8.0)]}
     results = Results({OURS: ours, THEIRS: theirs}, {})
     opened = dict.fromkeys((OURS, THEIRS), OPENED)
     found = figures(results, QUESTIONS, opened)["ratios"]["fp32"]["peer"]
     assert found["best_mode"] == PLAIN
-    assert found["same_mode"][DRAFT]["all"]["median"] == 2.0
-    assert found["same_mode"][DRAFT]["kinds"]["y"]["median"] == 3.0
+    assert found["same_mode"][DRAFT]["all"]["ratio"] == pytest.approx(16 / 7)
+    assert found["same_mode"][DRAFT]["kinds"]["y"]["ratio"] == pytest.approx(3.0)
     for modes in (ours, theirs):
         left = {**results.turns, (OURS if modes is ours else THEIRS): {PLAIN: modes[PLAIN]}}
         alone = figures(Results(left, {}), QUESTIONS, opened)["ratios"]["fp32"]["peer"]

@@ -23,7 +23,7 @@ def test_controllers_are_kept_as_they_were_measured(tmp_path: Path) -> None:
     found = figures([controllers.run()], controllers.WAYS)
     path.write_text(json.dumps({"method": "m", "environment": {}, "plots": ["/home/me/a.png"], **found}))
     kept = read_controllers(path)
-    assert kept["controllers"]["heuristic"]["speedup"] == 1.4
+    assert kept["controllers"]["heuristic"]["mean_rate"] == 1.4
     assert "plots" not in kept
 
 
@@ -36,9 +36,9 @@ def test_peers_are_kept_without_folders_of_their_machine(tmp_path: Path) -> None
     kept = read_peers(path)
     assert "/home" not in json.dumps(kept)
     (_, speeds), (_, ratios) = _peer_tables(kept)
-    assert speeds[:3] == [["", "mode", "fp32", "8 bits"], ["redraft", "plain", "20.0", "not measured"],
-                          ["redraft", "ngram", "10.0", "not measured"]]  # fmt: skip
-    assert ratios[1] == ["peer", "plain", "2.00 (-) of ngram", "failed"]
+    assert speeds[:3] == [["", "mode", "fp32", "8 bits"], ["redraft", "plain", "50.00", "not measured"],
+                          ["redraft", "ngram", "100.0", "not measured"]]  # fmt: skip
+    assert ratios[1] == ["peer", "plain", "2.17 (-) of ngram", "failed"]
 
 
 def latency() -> dict[str, Any]:

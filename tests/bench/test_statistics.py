@@ -1,11 +1,59 @@
-"""Medians, loops and first differences on values worked out by hand."""
+"""Speedups, medians, loops and first differences on values worked out by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from redraft.bench.statistics import Estimate, first_difference, loops, median_estimate
+from redraft.bench.statistics import (
+    Estimate,
+    Timing,
+    first_difference,
+    loops,
+    median_estimate,
+    rate_text,
+    ratio_text,
+    speedup,
+)
+
+
+def test_times_as_fast_is_the_ratio_of_times_of_the_same_runs() -> None:
+    """40 tokens take 1 + 3 s plainly, 1 + 1 s otherwise. The median of the pairs' ratios would be another: 1 and 3."""
+    found = speedup([Timing(10, 1.0), Timing(30, 3.0)], [Timing(10, 1.0), Timing(30, 1.0)])
+    assert (found.ratio, found.interval, found.rate, found.base_rate, found.count) == (2.0, None, 20.0, 10.0, 2)
+    with pytest.raises(ValueError, match="no runs"):
+        speedup([], [])
+
+
+def test_printed_rates_divide_to_the_printed_ratio() -> None:
+    """To its last digit, whatever the rates."""
+    random = np.random.default_rng(0)
+    for _ in range(500):
+        base, other = ([Timing(100, seconds) for seconds in random.uniform(0.001, 90.0, 3)] for _ in range(2))
+        found = speedup(base, other)
+        shown = float(rate_text(found.rate)) / float(rate_text(found.base_rate))
+        assert ratio_text(found.rate, found.base_rate) == f"{shown:.2f}"
+        assert found.ratio == found.rate / found.base_rate
+        assert abs(shown / found.ratio - 1) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(91.4, "91.40"), (1234.0, "1234"), (12340.0, "12340"), (0.5123, "0.5123"), (3.0, "3.000")]
+)
+def test_a_rate_has_four_digits(rate: float, text: str) -> None:
+    assert rate_text(rate) == text
+
+
+def test_the_interval_of_a_ratio_is_over_prompts() -> None:
+    """Eight prompts are 2 to 3 times as fast. Runs of one prompt are one sample."""
+    base = [Timing(10, 1.0)] * 16
+    other = [Timing(10, 1 / (2 + number / 7)) for number in range(8)] * 2
+    prompts = [*range(8)] * 2
+    found = speedup(base, other, prompts)
+    assert found.interval is not None
+    assert 2 < found.interval[0] < found.ratio < found.interval[1] < 3
+    assert found.interval == pytest.approx(speedup(base[:8], other[:8]).interval)
+    assert speedup(base, other, [0] * 16).interval is None
 
 
 def test_median_and_interval_of_known_values() -> None:
