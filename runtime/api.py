@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import index
 from pathlib import Path
 from types import NoneType
@@ -29,6 +29,7 @@ from redraft.runtime.generation import Generation, RequestError
 from redraft.runtime.metrics import summarise
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
+from redraft.runtime.pieces import Pieces
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
 from redraft.runtime.sampling.defaults import model_sampling
@@ -236,14 +237,36 @@ class Runtime:
         request.text = request.text or Detokenizer(self.tokenizer, request.tokens)
         return self._chunks(cycle, request, request.text)
 
+    def pieces(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None
+    ) -> Pieces:
+        """Return a continuation that yields each token's text with its origin. Errors are those of `stream`."""
+        with self._running():
+            cycle, (request,) = self.cycle([prompt], params, speculation)
+        text = Detokenizer(self.tokenizer, request.tokens, params.stop, params.min_tokens)
+        pieces = Pieces(request, text, self._steps(cycle, request), partial(self._finished, request))
+        cycle.record = pieces.record
+        return pieces
+
     def _chunks(self, cycle: Cycle, request: Request, text: Detokenizer) -> Iterator[str]:
+        for _ in self._steps(cycle, request):
+            if chunk := text.take(request.finish_reason is not None):
+                yield chunk
+        self._finished(request)
+
+    def _steps(self, cycle: Cycle, request: Request) -> Iterator[None]:
+        """Run a request, which locks the runtime until it ends or the iterator is closed."""
         with self._running():
             for _ in scheduler.run(cycle, [request]):
                 self._check_open()
-                if chunk := text.take(request.finish_reason is not None):
-                    yield chunk
-            if request.error is not None:
-                raise RequestError([self._generation(request, False)])
+                yield
+
+    def _finished(self, request: Request) -> Generation:
+        """Return the result of a request. Raises RequestError if it failed."""
+        generation = self._generation(request, False)
+        if request.error is not None:
+            raise RequestError([generation])
+        return generation
 
     def forget(self, tenant: str) -> None:
         """Drop the outputs that methods keep for a tenant. Requests that end later are kept again.

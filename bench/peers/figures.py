@@ -88,18 +88,22 @@ def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Que
 
     `not_looping` is None if every answer loops.
     """
-    pairs = list(zip(_timings(theirs), _timings(ours), strict=True))
+    pairs = list(zip(questions, _timings(theirs), _timings(ours), strict=True))
+    steady = [pair for pair in pairs if not loops(pair[0].answer)]
+    kinds = {kind: [pair for pair in pairs if pair[0].prompt.kind == kind] for kind in _kinds(questions)}
 
-    def over(keep: Callable[[Question], bool]) -> dict[str, Any] | None:
-        kept = [pair for question, pair in zip(questions, pairs, strict=True) if keep(question)]
-        return speedup([pair[0] for pair in kept], [pair[1] for pair in kept]).to_json() if kept else None
+    def over(some: Sequence[tuple[Question, Timing, Timing]]) -> dict[str, Any]:
+        return speedup([pair[1] for pair in some], [pair[2] for pair in some]).to_json()
 
-    kinds = sorted({question.prompt.kind for question in questions})
     return {
-        ALL: over(lambda question: True),
-        "not_looping": over(lambda question: not loops(question.answer)),
-        "kinds": {kind: over(lambda question, kind=kind: question.prompt.kind == kind) for kind in kinds},
+        ALL: over(pairs),
+        "not_looping": over(steady) if steady else None,
+        "kinds": {kind: over(some) for kind, some in kinds.items()},
     }
+
+
+def _kinds(questions: Sequence[Question]) -> list[str]:
+    return sorted({question.prompt.kind for question in questions})
 
 
 def _timings(turns: Sequence[Turn]) -> list[Timing]:

@@ -102,7 +102,6 @@ def test_smollm2_comes_with_a_package_and_starts_as_a_cpu_model():
     assert (recipe.build.backend, recipe.build.precision, recipe.build.max_model_len) == ("onnxruntime", "fp32", None)
     assert {drafter.id: drafter.options for drafter in recipe.build.drafters if not drafter.extra} == {
         "lyanna": {"steps": 3, "nodes": 12},
-        "student": {},
     }
 
 
