@@ -98,7 +98,7 @@ def rename(path: Path, old: str, new: str, times: int = 1) -> None:
 def test_a_tensor_twice(file, tmp_path):
     path = file.write(tmp_path / "m.gguf")
     rename(path, "blk.1.ffn_up.weight", "blk.0.ffn_up.weight")
-    assert "has tensor blk.0.ffn_up.weight 2 times" in refusal(path)
+    assert "has tensor blk.0.ffn_up.weight twice" in refusal(path)
 
 
 def test_a_metadata_key_twice(file, tmp_path):
