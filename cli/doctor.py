@@ -15,9 +15,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
+from redraft.bench.environment import cpu_flags, execution_providers, processor_name
 from redraft.cli.console import print_json
 from redraft.cli.options import Verify
+from redraft.cpus import default_threads
 from redraft.errors import BackendError
 from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
 from redraft.user_cache import user_cache
@@ -157,7 +158,9 @@ def _providers() -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    yield Finding("processor", "ok", f"{processor_name()}, {usable_threads()} usable threads")
+    threads = default_threads()
+    yield Finding("processor", "ok", processor_name())
+    yield Finding("threads", "ok", f"{threads.count} by default: {threads.reason}")
     flags = [flag for flag in VECTOR_FLAGS if flag in cpu_flags()]
     known = bool(flags) or not cpu_flags()
     yield Finding("vector instructions", "ok" if known else "warning", ", ".join(flags) or "unknown")

@@ -67,6 +67,7 @@ SIZES = (*POSITIVE, "attention.head_count_kv", "feed_forward_length", "attention
          "expert_feed_forward_length", "expert_shared_feed_forward_length")  # fmt: skip
 """Keys that hold a whole number, or one for each layer."""
 LARGEST_SIZE = (1 << 31) - 1
+LONGEST_REASON = 200
 NUMBERS = ("epsilon", "freq_base", "freq_base_swa", "softcapping", "factor", "expert_weights_scale")
 """Last words of keys that hold a finite number."""
 
@@ -133,9 +134,13 @@ def _mapped(header: Header) -> dict[str, Any]:
         with header_for_transformers(header):
             return dict(load_gguf_checkpoint(str(header.path))["config"])
     except ValueError as error:
-        raise UnsupportedModelError(f"{header.path}: {error}", AS_FOLDER) from error
+        raise UnsupportedModelError(f"{header.path}: {last_line(error)}", AS_FOLDER) from error
+    except CheckpointError:
+        raise
     except Exception as error:  # transformers does not check what it reads
-        raise CheckpointError(f"{header.path} has damaged metadata ({error!r:.200})", DOWNLOAD_AGAIN) from error
+        raise CheckpointError(
+            f"{header.path} has damaged metadata ({type(error).__name__}: {last_line(error)})", DOWNLOAD_AGAIN
+        ) from error
 
 
 def _stated(header: Header) -> dict[str, Any]:
@@ -170,9 +175,7 @@ def _most_experts(header: Header) -> int:
     return max((tensor.shape[0] for tensor in header.tensors if len(tensor.shape) > 2), default=0)
 
 
-def _invalid(
-    header: Header, key: str, found: str, expected: str = "one value, or one for each layer"
-) -> CheckpointError:
+def _invalid(header: Header, key: str, found: str, expected: str) -> CheckpointError:
     return CheckpointError(
         f"{header.path}: {header.architecture}.{key} is {found}, expected {expected}", DOWNLOAD_AGAIN
     )
@@ -215,9 +218,9 @@ def _config(header: Header, values: dict[str, Any]) -> PretrainedConfig:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error that transformers raised, else its type."""
+    """Return the last line of an error that transformers raised, else its type: at most LONGEST_REASON characters."""
     text = str(error).strip()
-    return text.splitlines()[-1] if text else type(error).__name__
+    return text.splitlines()[-1].strip()[:LONGEST_REASON] if text else type(error).__name__
 
 
 def _found(config: PretrainedConfig, key: str) -> Any:

@@ -120,6 +120,9 @@ class StoredArray:
     def __len__(self) -> int:
         return self.count
 
+    def __repr__(self) -> str:
+        return f"a list of {self.count} values"
+
     def read(self) -> list[Any]:
         """Return the values. Raises ValueError for strings that are not UTF-8."""
         if self.kind == _STRING:

@@ -52,7 +52,7 @@ def write_text_files(header: Header, folder: Path) -> None:
         except BaseException as error:  # transformers raises many types; a panic of tokenizers is none of Exception
             model = header.metadata.get(MODEL)
             raise UnsupportedModelError(
-                f"{header.path}: its tokenizer ({model}) cannot be converted: {last_line(error)}", AS_FOLDER
+                f"{header.path}: its tokenizer ({model!s:.40}) cannot be converted: {last_line(error)}", AS_FOLDER
             ) from error
     ends = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in END_KEYS]
     eos = sorted({token for token in ends if token is not None}, key=ends.index)
