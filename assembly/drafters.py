@@ -77,6 +77,8 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
 
     digests: of the checkpoint's files, by name. Raises CheckpointError and UsageError.
     """
+    if not config.drafters:
+        return  # without PyTorch
     from redraft.export import support
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint

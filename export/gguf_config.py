@@ -24,9 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN
-from redraft.export.gguf_file import Header, StoredArray
+from redraft.export.gguf_file import AS_FOLDER, Header, StoredArray
 
-AS_FOLDER = "give the model's Hugging Face folder instead"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of frequency factors, GGUF's form of the rotary scaling of Llama 3.1 and newer."""
 FIELDS = {

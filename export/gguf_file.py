@@ -33,8 +33,11 @@ LONGEST_NAME = 1 << 10
 MOST_DIMENSIONS = 4
 """ggml's tensors have at most four axes."""
 WHOLE_MODEL = "give the GGUF file of the language model itself"
+AS_FOLDER = "give the model's Hugging Face folder instead"
 OTHER_TYPE = "give a file of type Q4_K_M, Q8_0 or F16"
 _KINDS = {"adapter": "a LoRA adapter", "mmproj": "a vision or audio encoder", "imatrix": "an importance matrix"}
+_SECTIONS = ("general", "tokenizer")
+"""Entries of transformers' mapping that are no architectures."""
 _START = struct.Struct("<4sIQQ")
 _LENGTH, _KIND, _ARRAY, _PLACE = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<IQ"), struct.Struct("<IQ")
 _STRING, _LIST = 8, 9
@@ -182,6 +185,24 @@ def read_header(path: Path) -> Header:
     tensors = tuple(_stored(path, base, *row) for row in table)
     _check_tensors(path, tensors, alignment, len(data.mapped))
     return Header(path, metadata, tensors)
+
+
+def check_architecture(header: Header) -> None:
+    """Raise UnsupportedModelError for an architecture whose keys transformers does not map. Imports no PyTorch.
+
+    transformers has names of its own for some, with other separators.
+    """
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    known = {_plain(name) for name in GGUF_CONFIG_MAPPING} - set(_SECTIONS)
+    if _plain(header.architecture) not in known:
+        raise UnsupportedModelError(
+            f"{header.path}: architecture {header.architecture:.60} is not supported", AS_FOLDER
+        )
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "").replace("_", "")
 
 
 def _check_start(path: Path) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN
-from redraft.export.gguf_config import AS_FOLDER, ROPE_FACTORS, last_line
-from redraft.export.gguf_file import PLAIN_TYPES, Header, Stored
+from redraft.export.gguf_config import ROPE_FACTORS, last_line
+from redraft.export.gguf_file import AS_FOLDER, PLAIN_TYPES, Header, Stored
 
 EXPERTS = re.compile(r"blk\.\d+\.ffn_(?P<part>gate|up|down)_exps\.weight")
 

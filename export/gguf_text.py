@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export.gguf_config import AS_FOLDER, TOKENS, header_for_transformers, last_line
-from redraft.export.gguf_file import Header
+from redraft.export.gguf_config import TOKENS, header_for_transformers, last_line
+from redraft.export.gguf_file import AS_FOLDER, Header
 from redraft.export.json_files import DOWNLOAD_AGAIN
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
