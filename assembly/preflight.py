@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from redraft.config import BuildConfig, Precision
@@ -21,6 +22,7 @@ WEIGHT_BYTES: Mapping[Precision, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "int
 """Bytes of a weight in a bundle, without scales."""
 LINKED: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 """Precisions whose bundles may hold hard links of the checkpoint's files."""
+LIBRARIES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "gguf")
 LIBRARY_BYTES = 700 << 20
 """Memory of PyTorch, transformers, ONNX and ONNX Runtime, loaded and without a model."""
 TENSOR_COPIES = 1.0
@@ -36,6 +38,15 @@ class Needs:
 
     disk: int
     memory: int
+
+
+def check_libraries() -> None:
+    """Raise BackendError if a library that every build needs is not installed, as after `pip install redraft` alone."""
+    if missing := [name for name in LIBRARIES if find_spec(name) is None]:
+        raise BackendError(
+            f"building needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            "run `pip install 'redraft[export]'`",
+        )
 
 
 def check_file(checkpoint: AnyCheckpoint) -> None:

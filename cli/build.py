@@ -97,8 +97,10 @@ def build(
         from redraft.assembly.bundle import build_bundle
         from redraft.assembly.drafters import native_drafter
         from redraft.assembly.models import Place, find_model, find_recipe
+        from redraft.assembly.preflight import check_libraries
         from redraft.engines.backends import check_buildable
 
+        check_libraries()
         recipe = find_recipe(model)
         config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, max_model_len)
         engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)

@@ -13,8 +13,8 @@ HUGE = (0, 1, 2, 255, 1 << 16, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1
 CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 ODD: tuple[Any, ...] = (
-    -1, 0, 1, 1 << 31, 1 << 62, 1e300, 0.5, float("nan"), float("inf"), True, "", "llama", "\0", "x" * 3000, [], [0], [1, 2, 3],
-    ["a", "b"], [1.5, 2.5], [-1] * 40,
+    -1, 0, 1, 1 << 31, 1 << 62, 1e300, 0.5, float("nan"), float("inf"), True, "", "llama", "\0", "x" * 3000, [], [0],
+    [1, 2, 3], ["a", "b"], [1.5, 2.5], [-1] * 40,
 )  # fmt: skip
 """Values of metadata in place of the right ones."""
 
@@ -73,27 +73,30 @@ def damaged(valid: bytes, header_bytes: int, random: Random) -> bytes:
 
 def hostile_gguf(random: Random) -> bytes:
     """A small file whose counts, strings, arrays or tensors are not what they seem."""
-    architecture = ("general.architecture", gguf_value("llama"))
-    many = random.choice(HUGE)
+    llama = ("general.architecture", gguf_value("llama"))
+    many, some = random.choice(HUGE), random.randrange(3000)
+    kind = random.choice((*range(32), 34, 39, 199))
+    at, item = random.choice((*HUGE, 16, 32)), random.choice((*CODES, STRING, ARRAY, 13))
     shapes: list[Callable[[], bytes]] = [
-        lambda: gguf_header([architecture], [], (many, 1)),
-        lambda: gguf_header([architecture], [], (0, many)),
-        lambda: gguf_header([architecture, ("a", struct.pack("<IQ", STRING, many))], []),
-        lambda: gguf_header([architecture, ("a", struct.pack("<IIQ", ARRAY, random.choice((*CODES, 8, 9, 13)), many))], []),
-        lambda: gguf_header([architecture, ("a", struct.pack("<I", ARRAY) * random.randrange(2000))], []),
-        lambda: gguf_header([architecture, ("a", struct.pack("<IIQ", ARRAY, ARRAY, 1) * random.randrange(2000))], []),
-        lambda: gguf_header([(f"{n}", gguf_value(0)) for n in range(random.randrange(3000))], []),
-        lambda: gguf_header([architecture] * random.randrange(4), []),
-        lambda: gguf_header([("general.architecture", gguf_value(random.choice(ODD)))], [("a", (32,), 0, 0)]) + bytes(200),
-        lambda: gguf_header([architecture, ("general.alignment", gguf_value(random.choice(ODD)))], [("a", (4,), 0, 0)])
-        + bytes(200),
-        lambda: gguf_header([architecture], [(f"{n}", (), 0, 0) for n in range(random.randrange(3000))]) + bytes(64),
-        lambda: gguf_header([architecture], [("a", (many,) * random.randrange(9), random.choice((0, 1, 8, 30)), 0)]) + bytes(64),
-        lambda: gguf_header([architecture], [("a", (8,), 0, 0), ("b", (8,), 0, random.choice((*HUGE, 16, 32)))]) + bytes(99),
-        lambda: gguf_header([architecture], [("a", (8,), random.choice((*HUGE[:8], 2, 16, 34)) & 0xFFFFFFFF, 0)]) + bytes(99),
+        lambda: gguf_header([llama], [], (many, 1)),
+        lambda: gguf_header([llama], [], (0, many)),
+        lambda: gguf_header([llama, ("a", struct.pack("<IQ", STRING, many))], []),
+        lambda: gguf_header([llama, ("a", struct.pack("<IIQ", ARRAY, item, many))], []),
+        lambda: gguf_header([llama, ("a", struct.pack("<I", ARRAY) * some)], []),
+        lambda: gguf_header([llama, ("a", struct.pack("<IIQ", ARRAY, ARRAY, 1) * some)], []),
+        lambda: gguf_header([(f"{n}", gguf_value(0)) for n in range(some)], []),
+        lambda: gguf_header([llama] * (some % 4), [("a", (8,), 0, 0)]) + bytes(64),
+        lambda: (
+            gguf_header([("general.architecture", gguf_value(random.choice(ODD)))], [("a", (8,), 0, 0)]) + bytes(99)
+        ),
+        lambda: gguf_header([llama, ("general.alignment", gguf_value(random.choice(ODD)))], [("a", (4,), 0, 0)]),
+        lambda: gguf_header([llama], [(f"{n}", (), 0, 0) for n in range(some)]) + bytes(64),
+        lambda: gguf_header([llama], [("a", (many,) * random.randrange(9), kind, 0)]) + bytes(64),
+        lambda: gguf_header([llama], [("a", (8,), 0, 0), ("b", (8,), 0, at)]) + bytes(99),
+        lambda: gguf_header([llama], [("a", (256,), kind, 0)]) + bytes(2000),
         lambda: b"GGUF" + random.randbytes(random.randrange(200)),
         lambda: random.randbytes(random.randrange(200)),
-    ]  # fmt: skip
+    ]
     return random.choice(shapes)()
 
 
@@ -127,7 +130,7 @@ def hostile_safetensors(random: Random) -> bytes:
         lambda: b'{"a":{"dtype":"F32","shape":[' + b"9" * depth + b'],"data_offsets":[0,4]}}',
         lambda: b'{"__metadata__":{"a":' + b"[]," * depth + b"[]}}",
         lambda: b'{"' + b"\\ud800" * (depth % 999) + b'":' + json.dumps(tensor()).encode() + b"}",
-        lambda: random.choice((b"", b"{}", b"{} ", b" {}", b"[]", b"null", b"{,}", b'{"a"}', b"\xef\xbb\xbf{}", b"{}{}")),
+        lambda: random.choice((b"", b"{} ", b" {}", b"[]", b"null", b"{,}", b'{"a"}', b"\xef\xbb\xbf{}", b"{}{}")),
         lambda: random.randbytes(random.randrange(200)),
     ]  # fmt: skip
     length = random.choice(HUGE) if random.random() < 0.1 else None
