@@ -47,11 +47,11 @@ def in_group(path: str, **files: str) -> dict[str, str]:
 def old_groups(quota: str) -> dict[str, str]:
     """Groups of version 1: a quota, and a container's cpuset that is mounted as the top."""
     return {
-        "proc/self/cgroup": "5:cpuset:/docker/a\n2:cpu,cpuacct:/docker/a",
+        "proc/self/cgroup": "5:cpuset:/docker/a/b\n2:cpu,cpuacct:/docker/a",
         "proc/self/mountinfo": V1,
         "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_quota_us": quota,
         "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000",
-        "sys/fs/cgroup/cpuset/cpuset.effective_cpus": "0-5",
+        "sys/fs/cgroup/cpuset/b/cpuset.effective_cpus": "0-5",
     }
 
 

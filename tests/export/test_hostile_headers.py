@@ -27,6 +27,7 @@ MOST_BYTES = 3 << 20
 class Place(Protocol):
     """A tensor's bytes."""
 
+    shape: tuple[int, ...]
     offset: int
     length: int
 
@@ -45,12 +46,14 @@ def read(path: Path, data: bytes, reader: Callable[[Path], Iterable[Place]]) -> 
     path.write_bytes(data)
     tracemalloc.start()
     try:
-        places = sorted((place.offset, place.length) for place in reader(path))
+        tensors = list(reader(path))
+        places = sorted((tensor.offset, tensor.length) for tensor in tensors)
     except RedraftError as error:
         return type(error).__name__ if len(str(error)) < 1000 else "a long line"
     else:
         assert all(0 <= offset <= offset + length <= len(data) for offset, length in places)
         assert all(one[0] + one[1] <= other[0] for one, other in pairwise(places))
+        assert all(type(number) is int for tensor in tensors for number in (*tensor.shape, tensor.length))
         return "read"
     finally:
         peak = tracemalloc.get_traced_memory()[1]
