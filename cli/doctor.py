@@ -19,7 +19,6 @@ from redraft.bench.environment import cpu_flags, execution_providers, processor_
 from redraft.cli.console import print_json
 from redraft.cli.options import Verify
 from redraft.cpus import default_threads
-from redraft.engines.host_memory import available_bytes
 from redraft.errors import BackendError
 from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
 from redraft.user_cache import user_cache
@@ -159,6 +158,8 @@ def _providers() -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
+    from redraft.engines.host_memory import available_bytes
+
     threads = default_threads()
     yield Finding("processor", "ok", processor_name())
     yield Finding("threads", "ok", f"{threads.count} by default: {threads.reason}")
