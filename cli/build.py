@@ -58,9 +58,9 @@ def build(
         list[str] | None,
         typer.Option(
             metavar=DRAFTER_FORM,
-            help="A drafter for this model, any number of times; `none` builds none. DIR is its folder, `native` for "
-            "the module inside of the checkpoint, `random` for latency work, or the id of a recipe's drafter. KEY is "
-            "method, precision or an option of the method.",
+            help="A drafter for this model, any number of times; `none` builds none. DIR is its folder; a smaller "
+            "model's folder, GGUF file or Hub id; `native` for the module inside of the checkpoint; `random` for "
+            "latency work; or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
         ),
     ] = None,
     eval_text: Annotated[
@@ -104,7 +104,7 @@ def build(
         engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
         config = replace(config, tensorrt=engines)
         check_buildable(config)
-        config = replace(config, drafters=choose_drafters(config, drafter or ()))
+        config = replace(config, drafters=choose_drafters(config, drafter or (), report))
         texts = held_out(eval_text, config)
         place = Place(model_path, config.random_weights, Path(scratch))
         found = find_model(model, recipe, place, report)

@@ -7,15 +7,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from redraft.errors import UnsupportedModelError
+from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.gguf_config import AS_FOLDER, header_for_transformers
 from redraft.export.gguf_file import Header
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 END_KEYS = ("eos", "eot", "eom")
 """Tokens that end a text or a turn. llama.cpp stops at each."""
 SPLIT_AS_GPT2 = ("gpt-2", "default")
@@ -47,6 +49,20 @@ def write_text_files(header: Header, folder: Path) -> None:
     ends = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in END_KEYS]
     eos = sorted({int(token) for token in ends if token is not None}, key=ends.index)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+
+
+def read_tokens(header: Header) -> tuple[dict[int, str], frozenset[int]]:
+    """Return a file's words by id, without unused ones, and the ids of tokens that are not words of text.
+
+    Raises CheckpointError for a file without tokens.
+    """
+    words = header.metadata.get(TOKENS)
+    if not isinstance(words, list) or not words:
+        raise CheckpointError(f"{header.path} has no tokenizer", AS_FOLDER)
+    kinds = header.metadata.get(TOKEN_TYPES)
+    kinds = kinds if isinstance(kinds, list) and len(kinds) == len(words) else [TokenType.NORMAL] * len(words)
+    used = {token: word for token, word in enumerate(words) if kinds[token] != TokenType.UNUSED}
+    return used, frozenset(token for token in used if kinds[token] not in (TokenType.NORMAL, TokenType.BYTE))
 
 
 def _with_digits_apart(tokenizer: Any) -> PreTrainedTokenizerFast:
