@@ -118,10 +118,13 @@ def check_same_tokens(what: str, source: Path, own: Tokens, verifier: Tokens) ->
     common = [token for token in own.words if token in verifier.words and token not in added]
     different = sorted(token for token in common if own.words[token] != verifier.words[token])
     if different or not common:
-        first = different[0] if different else min(own.words, default=0)
+        found = "no word is in both"
+        if different:
+            first = different[0]
+            words = f"{own.words[first]!r} instead of {verifier.words[first]!r}"
+            found = f"{len(different)} of {len(common)} tokens differ, first token {first}, {words}"
         raise CheckpointError(
-            f"{what}: {source} has another tokenizer than the verifier: {len(different)} of {len(common)} tokens "
-            f"differ, first token {first}, {own.words.get(first)!r} instead of {verifier.words.get(first)!r}",
+            f"{what}: {source} has another tokenizer than the verifier: {found}",
             "give a draft model with the verifier's tokenizer",
         )
 
