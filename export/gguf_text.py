@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -17,10 +18,11 @@ from redraft.export.gguf_file import AS_FOLDER, Header
 from redraft.export.json_files import DOWNLOAD_AGAIN
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+TOKEN_TYPES = "tokenizer.ggml.token_type"
 END_KEYS = ("eos", "eot", "eom")
 """Tokens that end a text or a turn. llama.cpp stops at each."""
 TOKEN_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in (*END_KEYS, "bos", "unknown", "padding"))
-ARRAYS = {"tokenizer.ggml.scores": float, "tokenizer.ggml.token_type": int}
+ARRAYS = {"tokenizer.ggml.scores": float, TOKEN_TYPES: int}
 """Arrays with a number for each token."""
 MERGES = "tokenizer.ggml.merges"
 TEXTS = (MODEL, PRE, "tokenizer.chat_template")
@@ -57,6 +59,20 @@ def write_text_files(header: Header, folder: Path) -> None:
     ends = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in END_KEYS]
     eos = sorted({token for token in ends if token is not None}, key=ends.index)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+
+
+def read_tokens(header: Header) -> tuple[dict[int, str], frozenset[int]]:
+    """Return a file's words by id, without unused ones, and the ids of tokens that are not words of text.
+
+    Raises CheckpointError for a file without tokens, or with damaged ones.
+    """
+    if TOKENS not in header.metadata:
+        raise CheckpointError(f"{header.path} has no tokenizer", AS_FOLDER)
+    _check(header)
+    words = header.array(TOKENS)
+    kinds = header.array(TOKEN_TYPES) if TOKEN_TYPES in header.metadata else [TokenType.NORMAL] * len(words)
+    used = {token: word for token, word in enumerate(words) if kinds[token] != TokenType.UNUSED}
+    return used, frozenset(token for token in used if kinds[token] not in (TokenType.NORMAL, TokenType.BYTE))
 
 
 def _check(header: Header) -> None:
