@@ -20,6 +20,7 @@ from redraft.assembly.drafters import check_drafters, drafter_digests, resolve_d
 from redraft.assembly.evaluation import perplexities
 from redraft.assembly.models import Model, Report
 from redraft.assembly.options import options_of
+from redraft.assembly.preflight import check_file, check_room
 from redraft.assembly.self_check import ROUNDED, check_bundle, known_texts
 from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig
 from redraft.engines import Bundle, BundleWriter
@@ -63,6 +64,7 @@ def build_bundle(
     """
     report("reading the checkpoint")
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
+    check_file(checkpoint)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
@@ -75,6 +77,7 @@ def build_bundle(
     )
     if not force and is_current(out, key):
         return load_manifest(out), True
+    check_room(checkpoint, config, out, measured=bool(texts))
     config = resolve_drafters(config, checkpoint)  # imports PyTorch, which a current bundle must not wait for
     check_drafters(config, checkpoint, digests)
     _load_libraries()

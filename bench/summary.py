@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redraft.bench.break_even import measured
 from redraft.bench.compare import INEXACT, PLAIN, Run, timing
 from redraft.bench.prompts import ALL
 from redraft.bench.statistics import first_difference, interval_text, rate_text, ratio_text, speedup
@@ -95,6 +96,7 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
         "speedup_interval": ratio.to_json()["interval"],
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        **measured([(run.generations[PLAIN].metrics, run.generations[method].metrics) for run in timed]),
         "overhead_fraction": outside / sum(spent.seconds for spent in timings),
         "prompts": len(timed),
         "tokens": sum(_length(run.generations[method]) for run in timed),

@@ -10,7 +10,6 @@ tries five widths, each with its scale by least squares, and takes the one with 
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.cpus import default_threads
 from redraft.names import QUANTIZATION_BLOCK
 
 BLOCK = QUANTIZATION_BLOCK
@@ -45,7 +45,7 @@ def fit(weight: NDArray[np.float32], bits: int) -> Grid:
     blocks = _blocks(weight)
     step = max(1, _PIECE // max(1, blocks[0].size))
     pieces = [blocks[row : row + step] for row in range(0, len(blocks), step)]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(default_threads().count) as pool:
         grids = list(pool.map(partial(_fitted, bits=bits), pieces))
     return Grid(np.concatenate([grid.scales for grid in grids]), np.concatenate([grid.zeros for grid in grids]))
 
