@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from redraft.cli.console import print_caveats, print_json, progress
 from redraft.cli.options import Device, Json, NewTokens, System, Threads, Verify
 from redraft.config import Precision
 from redraft.errors import DownloadError
+from redraft.methods import NONE
 
 if TYPE_CHECKING:
     from redraft.bench.compare import Run, Settings
@@ -47,6 +49,8 @@ CODE = """class Vector:
 """The prompt without a chat."""
 PAIRS = 6
 """Pairs of runs that the figures come from, at least: fewer have no interval. The first of each prompt is shown."""
+WARM_UP_TOKENS = 8
+CUT_OFF = " …"
 EXAMPLES = Path("assets/tiny/prompts")
 
 
@@ -69,7 +73,7 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap prompts in the bundle's chat template.")] = False,
     system: System = None,
-    max_new_tokens: NewTokens = 48,
+    max_new_tokens: NewTokens = 40,
     threads: Threads = None,
     device: Device = None,
     verify: Verify = None,
@@ -96,8 +100,8 @@ def demo(
 def newcomer(quiet: bool) -> Shown:
     """Build the bundle for someone who has none.
 
-    It has MODEL, or FALLBACK if MODEL cannot be downloaded, which is printed. Raises CheckpointError if another file than
-    MODEL's was downloaded.
+    It has MODEL, or FALLBACK if MODEL cannot be downloaded, which is printed. Raises CheckpointError if another file
+    than MODEL's was downloaded.
     """
     try:
         return Shown(_build(MODEL, PRECISION, quiet), chat=True)
@@ -111,8 +115,10 @@ def _build(model: str, precision: Precision, quiet: bool) -> Path:
     from redraft.assembly.bundle import build_bundle
     from redraft.assembly.models import Place, find_model, find_recipe
     from redraft.assembly.options import choose_drafters
+    from redraft.assembly.preflight import check_libraries
     from redraft.cli.build import ENGINES
 
+    check_libraries()
     out = ENGINES / (model if model == FALLBACK else f"{model}-{precision}")
     with progress(quiet) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
         report(f"building {out}")
@@ -125,7 +131,7 @@ def _build(model: str, precision: Precision, quiet: bool) -> Path:
 
 
 def _measure(
-    shown: Shown, prompts: Sequence[str], system: str | None, max_new_tokens: int, opening: Mapping[str, Any], quiet: bool
+    shown: Shown, prompts: Sequence[str], system: str | None, new_tokens: int, opening: Mapping[str, Any], quiet: bool
 ) -> dict[str, Any]:  # fmt: skip
     """Show every prompt's first pair of runs while it is written, then time more pairs.
 
@@ -139,7 +145,7 @@ def _measure(
     from redraft.engines.manifest import load_manifest
     from redraft.runtime import SamplingParams
 
-    settings = Settings(SamplingParams(max_tokens=max_new_tokens), chat=shown.chat, system=system)
+    settings = Settings(SamplingParams(max_tokens=new_tokens), chat=shown.chat, system=system)
     asked = [Prompt(f"{number}", "demo", text) for number, text in enumerate(prompts, 1)]
     with ExitStack() as stack:
         with progress(quiet) as report:
@@ -149,7 +155,7 @@ def _measure(
             ids = [first_turn(runtime, prompt, settings) for prompt in asked]
             for method in methods:
                 report(f"warming up {method}")
-                decode(runtime, ids[0], method, settings)
+                decode(runtime, ids[0], method, replace(settings, params=SamplingParams(max_tokens=WARM_UP_TOKENS)))
         pairs = [_write(runtime, *each, methods, settings, quiet) for each in zip(asked, ids, strict=True)]
         runs = [run for run, _ in pairs]
         with progress(quiet) as report:
@@ -177,22 +183,25 @@ def _measure(
 def _write(
     runtime: Runtime, prompt: Prompt, ids: Sequence[int], methods: Sequence[str], settings: Settings, quiet: bool
 ) -> tuple[Run, Answer]:
-    """Decode a prompt by every method, and show the texts while they are written. Returns the last method's pieces too."""
+    """Decode a prompt by every method, and show the texts while they are written. Returns the last answer too."""
     from redraft.bench.compare import Run, speculation
-    from redraft.cli.written import Answer, SideBySide, print_plainly
+    from redraft.cli.written import Answer, SideBySide
 
-    answers, generations = [Answer(name) for name in methods], {}
+    answers, generations = [Answer(_title(name)) for name in methods], {}
     with SideBySide(prompt.text, answers, quiet) as view:
-        for answer in answers:
-            pieces = runtime.pieces(ids, settings.params, speculation(answer.title, settings))
+        for name, answer in zip(methods, answers, strict=True):
+            pieces = runtime.pieces(ids, settings.params, speculation(name, settings))
             for piece in pieces:
                 answer.add(piece)
                 view.draw()
-            generations[answer.title] = pieces.generation
-    run = Run(prompt, ids, generations)
-    if not quiet and not view.shown:
-        print_plainly(prompt.text, _texts(run))
-    return run, answers[-1]
+            generations[name] = pieces.generation
+            answer.end = CUT_OFF if pieces.generation.finish_reason == "length" else ""
+    return Run(prompt, ids, generations), answers[-1]
+
+
+def _title(method: str) -> str:
+    """Return a method's name for a reader."""
+    return "plain" if method == NONE else method
 
 
 def _more_pairs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings) -> Iterator[Run]:
@@ -210,7 +219,7 @@ def _more_pairs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], s
 
 def _texts(run: Run) -> dict[str, str]:
     """Return the text of each method, with an ellipsis if it was cut off."""
-    return {name: made.text + " …" * (made.finish_reason == "length") for name, made in run.generations.items()}
+    return {name: made.text + CUT_OFF * (made.finish_reason == "length") for name, made in run.generations.items()}
 
 
 def _print_summary(result: Mapping[str, Any]) -> None:
@@ -220,26 +229,22 @@ def _print_summary(result: Mapping[str, Any]) -> None:
     from redraft.cli.written import print_counts
 
     print_caveats(result["caveats"])
-    best = result["method"]
-    plain, fast = result["methods"][PLAIN], result["methods"][best]
-    typer.echo(f"\n{result['name']}, {result['precision']}")
-    width = max(map(len, (PLAIN, best)))
+    plain, fast = result["methods"][PLAIN], result["methods"][result["method"]]
+    typer.echo(f"\n{result['name']} in {result['precision']}, {fast['prompts']} pairs of runs:")
     if fast["prompts"]:
+        names = (_title(PLAIN), result["method"])
         rates = [each["tokens_per_second"] for each in (plain, fast)]
+        for name, rate in zip(names, map(rate_text, rates), strict=True):
+            typer.echo(f"  {name:{max(map(len, names))}}  {rate:>6} tokens a second")
         bounds = fast["speedup_interval"]
         interval = f" (95 % interval {interval_text(*bounds)})" if bounds else ""
-        typer.echo(f"  {'plain':{width}}  {rate_text(rates[0]):>6} tokens a second")
-        typer.echo(
-            f"  {best:{width}}  {rate_text(rates[1]):>6} tokens a second: {ratio_text(rates[1], rates[0])} times as fast, "
-            f"over {fast['prompts']} pairs of runs{interval}"
-        )
+        typer.echo(f"  {ratio_text(rates[1], rates[0])} times as fast{interval}")
     else:
         typer.echo("  the texts are too short to time")
-    origins = sum((Counter(answer["origins"]) for answer in result["prompts"]), Counter[str]())
-    print_counts(origins)
+    typer.echo(f"  {_accept_output(fast)}")
     if any(answer["loops"] for answer in result["prompts"]):
         typer.echo("  a text ends in a loop, which flatters speculation")
-    typer.echo(f"  {_accept_output(fast)}")
+    print_counts(sum((Counter(answer["origins"]) for answer in result["prompts"]), Counter[str]()))
 
 
 def _accept_output(figures: Mapping[str, object]) -> str:
@@ -249,13 +254,21 @@ def _accept_output(figures: Mapping[str, object]) -> str:
 
 
 def _next(result: Mapping[str, Any]) -> str:
-    """Return three commands to try next with a bundle."""
-    engines, chat = result["engines"], "--chat " if result["chat"] else ""
-    redraft = "redraft" if shutil.which("redraft") else os.path.relpath(sys.argv[0])
-    kind = EXAMPLES / ("word_problems.jsonl" if chat else "code.jsonl")
+    """Return three commands to try next with a bundle. Each works as it is printed."""
+    redraft, engines = shlex.quote(_command()), shlex.quote(result["engines"])
+    chat = " --chat" if result["chat"] else ""
+    prompts = EXAMPLES / ("word_problems.jsonl" if chat else "code.jsonl")
     look = f"chat {engines}" if chat else f'generate --engines {engines} --prompt "def main():"'
+    measure = f"bench --engines {engines}{chat} \\\n    --prompts {prompts} --limit 4"
     return f"""
 next:
   {redraft} {look}
-  {redraft} bench --engines {engines} {chat}--prompts {kind if kind.is_file() else "FILE.jsonl"} --limit 4
-  {redraft} build MODEL    # a folder of Hugging Face, its id there, or a GGUF file"""
+  {redraft} {measure if prompts.is_file() else f"inspect {engines}"}
+  {redraft} build {FALLBACK}  # or your model: a folder, a GGUF file, a Hugging Face id"""
+
+
+def _command() -> str:
+    """Return how a shell runs this program."""
+    own = Path(sys.argv[0])
+    found = shutil.which(own.name)
+    return own.name if own.name != "redraft" or (found and own.samefile(found)) else os.path.relpath(own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.columns import Columns
+    from rich.live import Live
     from rich.text import Text
 
     from redraft.runtime.pieces import Piece
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 STYLES = {"verifier": "", "lookup": "green", "drafter": "cyan"}
 WORDS = {"verifier": "by the model itself", "lookup": "looked up in the text", "drafter": "drafted"}
 """What the origins of `redraft.runtime.pieces` mean, in the order in which users see them."""
-SECONDS_BETWEEN_DRAWINGS = 0.08
+SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 def styled(text: str, origin: str) -> Text:
@@ -38,10 +38,11 @@ def print_counts(counts: Mapping[str, int]) -> None:
 
 
 class Answer:
-    """The pieces of one text so far."""
+    """The pieces of one text so far. end: what follows the last one, an ellipsis if the text was cut off."""
 
     def __init__(self, title: str) -> None:
         self.title = title
+        self.end = ""
         self.counts: Counter[str] = Counter()
         self.pieces: list[Piece] = []
 
@@ -52,58 +53,48 @@ class Answer:
 
 
 class SideBySide:
-    """Answers to one prompt in columns, drawn again while they grow, and a last time when the context ends.
-
-    shown: False without a terminal; then nothing is drawn.
-    """
+    """Answers to one prompt in columns: on a terminal drawn again while they grow, and once when the context ends."""
 
     def __init__(self, prompt: str, answers: Sequence[Answer], quiet: bool = False) -> None:
         self._prompt = prompt
         self._answers = answers
-        self.shown = sys.stdout.isatty() and not quiet
+        self._live: Live | None = None
+        self._quiet = quiet
         self._latest = 0.0
 
     def __enter__(self) -> SideBySide:
-        if self.shown:
-            from rich.console import Console
-            from rich.live import Live
+        if self._quiet:
+            return self
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
 
-            self._live = Live(console=Console(highlight=False), auto_refresh=False)
-            self._live.start()
+        console = Console(highlight=False)
+        console.print()
+        console.print(Text(self._prompt.rstrip(), style="bold"))
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.shown:
-            self._live.update(self._columns())
+        if self._live is not None:
+            self._live.update(self._columns(self._live.console.width))
             self._live.stop()
 
     def draw(self) -> None:
         """Draw the answers, unless that was done a moment ago: drawing takes time from decoding."""
         now = time.monotonic()
-        if self.shown and now - self._latest > SECONDS_BETWEEN_DRAWINGS:
-            self._live.update(self._columns(), refresh=True)
+        if self._live is not None and self._live.console.is_terminal and now - self._latest > SECONDS_BETWEEN_DRAWINGS:
+            self._live.update(self._columns(self._live.console.width), refresh=True)
             self._latest = time.monotonic()
 
-    def _columns(self) -> Columns:
+    def _columns(self, width: int) -> Columns:
         from rich.columns import Columns
         from rich.panel import Panel
         from rich.text import Text
 
-        width = max(self._live.console.width // 2 - 2, 30)
-        between = "" if self._prompt.endswith("\n") else "\n\n"
         panels = []
         for answer in self._answers:
-            text = Text(self._prompt + between, style="dim")
-            body = Text.assemble(text, *(styled(piece.text, piece.origin) for piece in answer.pieces))
-            panels.append(Panel(body, title=answer.title, width=width))
+            pieces = [styled(piece.text, piece.origin) for piece in answer.pieces]
+            panels.append(Panel(Text.assemble(*pieces, answer.end), title=answer.title, width=max(width // 2 - 1, 30)))
         return Columns(panels)
-
-
-def print_plainly(prompt: str, texts: Mapping[str, str]) -> None:
-    """Print a prompt and the answers by name without any colour, equal ones once."""
-    by_text: dict[str, list[str]] = {}
-    for name, text in texts.items():
-        by_text.setdefault(text, []).append(name)
-    print(f"\nprompt: {prompt.rstrip()}")
-    for text, names in by_text.items():
-        print(f"{' and '.join(names)}: {text}")
