@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.assembly.models import GGUF, HUB_ID, Place, Report, find_model
+from redraft.assembly.models import GGUF, HUB_ID, Place, Report, find_model, find_recipe
 from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
@@ -43,8 +43,8 @@ def choose_drafters(
 def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = lambda message: None) -> DrafterBuild:
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
-    DIR is a drafter's folder, a model's folder or GGUF file, a Hugging Face id, `random`, `native`, or the id of a
-    recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown key, or a
+    DIR is a drafter's folder, a model's folder or GGUF file, its Hugging Face id or recipe, `random`, `native`, or the
+    id of a recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown key, or a
     repeated key, and CheckpointError for a folder without a drafter, a damaged file, and a download that fails.
     """
     place, *pairs = text.split(",")
@@ -54,7 +54,7 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = la
     if not source:
         raise UsageError(
             f"--drafter {text!r}: expected {DRAFTER_FORM}",
-            "DIR is a folder, a GGUF file, a Hugging Face id, random or native",
+            "DIR is a folder, a GGUF file, a Hugging Face id, a recipe, random or native",
         )
     method = values.pop("method", None)
     if source in ours and not drafter:
@@ -71,8 +71,8 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = la
     drafter = drafter or method
     base = ours.get(drafter)
     kept = base.options if base and base.method in (None, method) else {}
-    hub_id = None if located == source else source
-    chosen = DrafterBuild(drafter, located, method, {**kept, **values}, hub_id=hub_id)
+    given = None if located == source else source
+    chosen = DrafterBuild(drafter, located, method, {**kept, **values}, given=given)
     specification.parse_build(chosen.options, f"--drafter {drafter}")
     return chosen
 
@@ -94,13 +94,14 @@ def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
 
 
 def _located(source: str, report: Report) -> str:
-    """Return a drafter's source; of a Hugging Face id that is no folder here, the folder of its download.
+    """Return a drafter's source; of a recipe or a Hugging Face id that is no folder here, its checkpoint.
 
-    Raises as `find_model` does for GGUF files and ids.
+    Raises as `find_model` does for GGUF files, recipes and ids.
     """
-    if Path(source).is_dir() or not (source.endswith(GGUF) or HUB_ID.fullmatch(source)):
+    recipe = find_recipe(source)
+    if Path(source).is_dir() or not (recipe or source.endswith(GGUF) or HUB_ID.fullmatch(source)):
         return source
-    path = find_model(source, None, Place(None, False, Path()), report).path
+    path = find_model(source, recipe, Place(None, False, Path()), report).path
     return source if path == Path(source) else str(path)
 
 
@@ -110,6 +111,11 @@ def _method_of(text: str, source: str, drafter: str) -> str:
         raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
     if source == NATIVE:
         return native_method()
+    if not Path(source).exists():
+        raise UsageError(
+            f"--drafter {text!r}: there is no folder {source}",
+            "give a drafter's folder; or a smaller model's folder, GGUF file, recipe or Hugging Face id",
+        )
     from redraft.export.drafters.published import named_method
 
     return named_method(Path(source), drafter)
@@ -166,4 +172,4 @@ def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
     changed = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
     named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
     pairs = (f"{key}={value}" for key, value in {**named, **changed}.items())
-    return ",".join([f"{drafter.id}={drafter.hub_id or drafter.source}", *pairs])
+    return ",".join([f"{drafter.id}={drafter.given or drafter.source}", *pairs])
