@@ -133,7 +133,7 @@ def _stage(
             random_weights=config.random_weights,
             random_drafters=tuple(drafter.id for drafter in config.drafters if drafter.source == RANDOM),
             stand_in_tokenizer=stand_in,
-            inexact=checkpoint.inexact(config.precision) if isinstance(checkpoint, GgufCheckpoint) else (),
+            inexact=checkpoint.inexact() if isinstance(checkpoint, GgufCheckpoint) else (),
         ),
         backend=config.backend,
         backend_version=package_version("onnxruntime") or "unknown",

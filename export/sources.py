@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint, TensorEntry, row_slices
-from redraft.export.quantize import Grid
 from redraft.export.stored_grids import Coded, StoredGrid
 from redraft.export.stored_tensor import StoredTensor, entries, evaluate
 from redraft.export.weight_files import FOLDER, NewTensor, Slabs, write
@@ -85,7 +84,7 @@ class Source:
 
     def _finite(self, parameter: str, grid: StoredGrid) -> Iterator[Coded]:
         for codes, found in grid.slabs():
-            if not np.isfinite(found.scales).all():
+            if not all(np.isfinite(x).all() for x in (found.scales, found.offsets) if x is not None):
                 raise not_finite(parameter, self.names(parameter))
             yield codes, found
 
@@ -206,7 +205,7 @@ class RowsSource:
             here = self._here(begin, len(codes))
             begin += len(codes)
             if len(here):
-                yield codes[here], Grid(found.scales[here], found.zeros[here])
+                yield codes[here], found[here]
 
     def slabs(self, parameter: str) -> Slabs:
         """Yield the rows in fp32, a few at a time."""
