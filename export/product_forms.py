@@ -80,8 +80,8 @@ class ProductPlan:
 def keeps(grid: StoredGrid, bits: int, raised: bool, precision: Precision) -> bool:
     """Return True if a product keeps the checkpoint's codes.
 
-    int4 keeps every grid, those of 5, 6 and 8 bits in 8 bits. int8 keeps symmetric grids with blocks of `BLOCK`: smaller
-    blocks cost a third of the speed, and grids of 4 bits are rounded to 8 after smoothing.
+    int4 keeps every grid, those of 5, 6 and 8 bits in 8 bits. int8 keeps symmetric grids with blocks of `BLOCK`, since
+    smaller blocks cost a third of the speed. It rounds others after smoothing.
     """
     if precision == "int4":
         return grid.bits <= bits or (grid.bits == 8 and not raised)
@@ -109,7 +109,9 @@ def coded(part: ProductWeight, source: AnySource, form: Form, factors: NDArray[n
     return np.concatenate(codes), Grid.joined(grids)
 
 
-def stored_arrays(codes: NDArray[np.uint8], grid: Grid, form: Form) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
+def stored_arrays(
+    codes: NDArray[np.uint8], grid: Grid, form: Form
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
     """Return codes, scales and zero points as `MatMulNBits` stores them, the offsets as further blocks of a row.
 
     The offsets [outputs, blocks] are rounded like a weight of `blocks` inputs, each the sum of a block's inputs.

@@ -106,9 +106,7 @@ class _Quantizer:
         if self._plan is None:
             return
         factors = self._factors(weight)
-        forms = [
-            (part, self._plan.form(part, self._source, factors is not None, kept)) for part in weight.parts()
-        ]
+        forms = [(part, self._plan.form(part, self._source, factors is not None, kept)) for part in weight.parts()]
         groups = [
             (ProductWeight(tuple(p for part, _ in parts for p in part.parameters), weight.turned), form)
             for form, parts in ((form, list(parts)) for form, parts in groupby(forms, key=lambda item: item[1]))
@@ -140,7 +138,9 @@ class _Quantizer:
         inputs = weight.shape(self._source)[1]
         new: list[ir.Node] = []
         if factors is not None:
-            inverse = self._tensor(NewTensor(f"{weight.stem}{names.SMOOTHING}", "F32", (inputs,), lambda: iter([1 / factors])))
+            inverse = self._tensor(
+                NewTensor(f"{weight.stem}{names.SMOOTHING}", "F32", (inputs,), lambda: iter([1 / factors]))
+            )
             new.append(ir.node("Mul", [x, inverse]))
             new[-1].outputs[0].shape, new[-1].outputs[0].type = x.shape, x.type
             x = new[-1].outputs[0]
@@ -158,7 +158,9 @@ class _Quantizer:
             new.append(ir.node("MatMulNBits", [given, *tensors], attributes, domain=MICROSOFT))
             parts.append(new[-1].outputs[0])
             self._typed(parts[-1], result, rows)
-            if len(group.parameters) == 1 and form == replace(product_forms.EIGHT_BITS, block=form.block, stored=form.stored):
+            if len(group.parameters) == 1 and form == replace(
+                product_forms.EIGHT_BITS, block=form.block, stored=form.stored
+            ):
                 self._rows[group.stem] = form
         if len(parts) > 1:
             new.append(ir.node("Concat", parts, {"axis": -1}))

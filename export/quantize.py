@@ -5,8 +5,8 @@ Each row of a weight [out, in] is cut into blocks of 32. A block has its own sca
     w ≈ (q - zero) * scale + offset, q in 0 .. 2^bits - 1
 
 An 8-bit grid is symmetric: its zero is 128 and its offset 0. A 4-bit grid begins at the block's least number, or may be
-narrower, since few numbers are near the ends. The operator's zero points are integers, so that the offset is the part of
-the least number that a zero point cannot hold, at most half a step. `products` multiplies it by the block's sum.
+narrower, since few numbers are near the ends. The operator's zero points are integers, so that the offset is the part
+of the least number that a zero point cannot hold, at most half a step. `products` multiplies it by the block's sum.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def _fitted(blocks: NDArray[np.float32], bits: int, offsets: bool) -> Grid:
     levels = (1 << bits) - 1
     if bits == 8:
         scales = np.abs(blocks).max(-1) / np.float32(SYMMETRIC[bits] - 1)
-        return Grid(np.where(scales > 0, scales, 1).astype(np.float32), np.full(scales.shape, SYMMETRIC[bits], np.uint8))
+        return Grid(
+            np.where(scales > 0, scales, 1).astype(np.float32), np.full(scales.shape, SYMMETRIC[bits], np.uint8)
+        )
     return _with_offsets(blocks, levels, bits) if offsets else _with_zeros(blocks, levels)
 
 
@@ -114,7 +116,9 @@ def _with_offsets(blocks: NDArray[np.float32], levels: int, bits: int) -> Grid:
         square = _inner(centred, centred)
         fitted = np.where(square > 0, _inner(centred, blocks) / np.maximum(square, 1e-9), scale).astype(np.float32)
         if width == 1:  # a checkpoint that was rounded to such a grid before stays on it
-            exact = np.abs(codes * scale[..., None] + start[..., None] - blocks).max(-1) <= 1e-5 * np.abs(blocks).max(-1)
+            exact = np.abs(codes * scale[..., None] + start[..., None] - blocks).max(-1) <= 1e-5 * np.abs(blocks).max(
+                -1
+            )
             fitted = np.where(exact, scale, fitted)
             least = np.where(exact, start, mean - fitted * centre)
         else:

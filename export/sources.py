@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint, TensorEntry, row_slices
 from redraft.export.stored_grids import Coded, StoredGrid
-from redraft.export.stored_tensor import StoredTensor, entries, evaluate
+from redraft.export.stored_tensor import StoredTensor, entries, evaluate, narrow
 from redraft.export.weight_files import FOLDER, NewTensor, Slabs, write
 from redraft.files import link_or_copy
 from redraft.names import WeightRef
@@ -75,6 +75,12 @@ class Source:
             if not np.isfinite(part).all():
                 raise not_finite(parameter, self.names(parameter))
             yield part
+
+    def rows(self, parameter: str, begin: int, end: int) -> NDArray[np.float32]:
+        """Return some rows of a stored parameter in fp32."""
+        stored = narrow(self.tensors[parameter], begin, end).entry
+        assert stored is not None, "it is computed from stored tensors"
+        return np.concatenate(list(self.checkpoint.slabs(stored)))
 
     def grid(self, parameter: str) -> StoredGrid | None:
         """Return the grid that the parameter is stored on. Reading it raises CheckpointError for NaN."""

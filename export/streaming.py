@@ -6,9 +6,10 @@ parameters come and go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,14 @@ READERS = 2
 @contextmanager
 def streamed_model(
     checkpoint: AnyCheckpoint, architecture: Architecture, loaded: LoadedTensors,
-    layer_done: Callable[[int, int], None] = lambda done, total: None,
+    done: Callable[[int, int], None] = lambda done, total: None,
+    ran: Callable[[Mapping[str, torch.Tensor]], None] = lambda parameters: None, absent: Collection[str] = (),
 ) -> Iterator[PreTrainedModel]:  # fmt: skip
     """Yield transformers' text model in evaluation mode with eager attention.
 
-    layer_done: receives the number of units that have run, and of all units, during each forward pass.
+    done: receives the number of units that have run, and of all units, during each forward pass.
+    ran:  receives the parameters of each unit by name after it has run, before they are dropped.
+    absent: parameters that are never read, since the caller replaces their modules' results.
     Raises UnsupportedModelError if transformers cannot run the model, and CheckpointError for NaN among its weights.
     """
     with no_init_weights():
@@ -44,24 +48,48 @@ def streamed_model(
     model.eval()
     model.requires_grad_(False)
     fill_buffers(model, loaded.buffers, checkpoint)
-    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in loaded.parameters}
+    wanted = loaded.parameters.keys() - set(absent)
+    names = {key: [name for name in each if name in wanted] for key, each in parameter_names(model).items()}
     units = list(_units(model, int(architecture.text.num_hidden_layers)))
     with ThreadPoolExecutor(READERS) as pool:
         for number, unit in enumerate(units):
-            streamed = _Unit(unit, checkpoint, loaded.parameters, names, pool, lambda n=number: layer_done(n, len(units)))
+            streamed = _Unit(unit, checkpoint, loaded.parameters, names, pool)
             unit.register_forward_pre_hook(streamed.fill)
-            unit.register_forward_hook(streamed.drop)
-        try:
-            with torch.no_grad():
-                yield model
-        except RedraftError:
-            raise
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UnsupportedModelError(
-                f"transformers cannot run {architecture.whole_class.__name__} to compare with ({reason})",
-                "report this model",
-            ) from error
+            unit.register_forward_hook(partial(_after, streamed, ran, partial(done, number + 1, len(units))))
+        with running(architecture), torch.no_grad():
+            yield model
+
+
+@contextmanager
+def running(architecture: Architecture) -> Iterator[None]:
+    """Raise UnsupportedModelError for the errors of transformers' own code within the context."""
+    try:
+        yield
+    except RedraftError:
+        raise
+    except Exception as error:  # transformers raises many types
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"transformers cannot run {architecture.whole_class.__name__} to compare with ({reason})",
+            "report this model",
+        ) from error
+
+
+def parameter_names(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter, by its identity. Tied parameters are one."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _after(
+    streamed: _Unit, ran: Callable[[Mapping[str, torch.Tensor]], None], done: Callable[[], None], *_: Any
+) -> None:
+    """Drop the weights of a unit that has run, once its observer has seen them."""
+    ran(streamed.filled)
+    streamed.drop()
+    done()
 
 
 def _units(model: nn.Module, layers: int) -> Iterator[nn.Module]:
@@ -82,31 +110,34 @@ class _Unit:
     """Fills the parameters of a module before it runs, and drops them afterwards."""
 
     def __init__(
-        self, module: nn.Module, checkpoint: AnyCheckpoint, tensors: Mapping[str, StoredTensor], names: Mapping[int, str],
-        pool: ThreadPoolExecutor, done: Callable[[], None],
+        self, module: nn.Module, checkpoint: AnyCheckpoint, tensors: Mapping[str, StoredTensor],
+        names: Mapping[int, Sequence[str]], pool: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
-        self._checkpoint, self._pool, self._done = checkpoint, pool, done
+        self._checkpoint, self._pool = checkpoint, pool
         found = {id(p): p for p in module.parameters()}
-        self._parameters = [(p, names[key], tensors[names[key]]) for key, p in found.items() if key in names]
+        self._parameters = [(p, names[key], tensors[names[key][0]]) for key, p in found.items() if names.get(key)]
 
     def fill(self, module: nn.Module, args: Any) -> None:
         """Read the parameters' numbers. Raises CheckpointError for NaN."""
-        for (parameter, _, _), value in zip(
-            self._parameters, self._pool.map(self._read, self._parameters), strict=True
-        ):
+        values = self._pool.map(self._read, self._parameters)
+        for (parameter, _, _), value in zip(self._parameters, values, strict=True):
             parameter.data = value
 
-    def drop(self, module: nn.Module, args: Any, output: Any) -> None:
+    def drop(self) -> None:
         """Free the parameters' memory: pages of a new tensor are not touched."""
         for parameter, _, _ in self._parameters:
             parameter.data = torch.empty(parameter.shape)
-        self._done()
 
-    def _read(self, item: tuple[nn.Parameter, str, StoredTensor]) -> torch.Tensor:
-        parameter, name, tensor = item
+    @property
+    def filled(self) -> dict[str, torch.Tensor]:
+        """The parameters by each of their names."""
+        return {name: parameter.data for parameter, names, _ in self._parameters for name in names}
+
+    def _read(self, item: tuple[nn.Parameter, Sequence[str], StoredTensor]) -> torch.Tensor:
+        parameter, names, tensor = item
         value = read_tensor(tensor, self._checkpoint)
         if not np.isfinite(value).all():
-            raise CheckpointError(f"tensor {name} has a number that is not finite", DOWNLOAD_AGAIN)
+            raise CheckpointError(f"tensor {names[0]} has a number that is not finite", DOWNLOAD_AGAIN)
         return torch.from_numpy(value.reshape(parameter.shape))
 
 
