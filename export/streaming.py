@@ -45,6 +45,7 @@ def streamed_model(
         model: PreTrainedModel = architecture.text_class._from_config(
             architecture.text, attn_implementation="eager", dtype=torch.float32
         )
+    model.tie_weights()
     model.eval()
     model.requires_grad_(False)
     fill_buffers(model, loaded.buffers, checkpoint)
