@@ -20,6 +20,7 @@ from redraft.assembly import tokenizers
 from redraft.assembly.drafters import check_drafters, drafter_digests, resolve_drafters, stage_drafters
 from redraft.assembly.models import Model, Report
 from redraft.assembly.options import options_of
+from redraft.assembly.preflight import check_file, check_room
 from redraft.assembly.progress import BuildProgress
 from redraft.assembly.quality import DEFAULT_TOKENS, Reference, Texts, measure_quality, run_reference
 from redraft.assembly.self_check import check_bundle, check_graphs_agree, known_texts
@@ -90,6 +91,7 @@ def build_bundle(
             return build_bundle(model, config, out, texts, force, report, check, tokens, alone)
     report("reading the checkpoint")
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
+    check_file(checkpoint)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     config = resolve_drafters(config, checkpoint)
@@ -104,6 +106,7 @@ def build_bundle(
     )
     if not force and is_current(out, key):
         return load_manifest(out), True
+    check_room(checkpoint, config, out, measured=bool(texts))
     with BundleWriter(out, model.name, force, config.random_weights) as writer:
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
         with BuildProgress(report, _expected_seconds(checkpoint, config, texts, check, tokens)) as progress:

@@ -12,7 +12,8 @@ from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.gguf_checkpoint import SUFFIX, open_checkpoint
 from redraft.methods import Method, built_methods, find_method, native_method
 from redraft.names import COPY_SLOT, batch, drafter_graph, single
 
@@ -73,10 +74,12 @@ def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
 
 
 def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapping[str, str]) -> None:
-    """Check drafters before any export: their options, and that trained ones belong to this verifier.
+    """Check drafters before any export: their options, and that they fit this verifier.
 
     digests: of the checkpoint's files, by name. Raises CheckpointError and UsageError.
     """
+    if not config.drafters:
+        return  # without PyTorch
     from redraft.export import support
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
@@ -90,6 +93,8 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
         if drafter.source == NATIVE or (drafter.source != RANDOM and is_plain_checkpoint(path)):
             what = "a checkpoint's module" if drafter.source == NATIVE else "a plain checkpoint"
             check_counted(drafter.id, options.draft_vocabulary, what)
+            if drafter.source != NATIVE:
+                _check_draft_model(drafter, path, checkpoint, config)
             continue
         if drafter.source == RANDOM or recognise(path):
             continue
@@ -100,10 +105,22 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
         opened.check_verifier(settings, shape.hidden, shape.vocabulary, identity)
 
 
+def _check_draft_model(drafter: DrafterBuild, path: Path, checkpoint: AnyCheckpoint, config: BuildConfig) -> None:
+    """Check the tokens of a draft model and the length of its texts. Raises CheckpointError, UnsupportedModelError."""
+    from redraft.assembly.tokenizers import Tokens, check_same_tokens
+    from redraft.export.architecture import Architecture
+    from redraft.export.drafters.decoder_drafter import sizes_of
+    from redraft.export.support import load_config, verifier_shape
+
+    own = open_checkpoint(path)
+    text, verifiers = (Architecture.of(load_config(model)).text for model in (own, checkpoint))
+    sizes_of(drafter.id, text, verifier_shape(verifiers, config.max_model_len).max_positions)
+    check_same_tokens(f"drafter {drafter.id}", path, Tokens.of(own), Tokens.of(checkpoint))
+
+
 def native_drafter(path: Path) -> str:
     """Return a line about the drafter inside of the checkpoint in `path`; empty if it has none. Imports torch."""
     from redraft.export.drafters import find_exporter
-    from redraft.export.gguf_checkpoint import open_checkpoint
 
     native = find_exporter(native_method()).native
     assert native is not None
@@ -131,7 +148,8 @@ def _files(drafter: DrafterBuild, checkpoint: AnyCheckpoint | None) -> list[Path
     if drafter.source == NATIVE:
         assert checkpoint is not None
         return [checkpoint.path / file for file in _native(drafter).find(checkpoint).files]
-    return [path for path in sorted(Path(str(drafter.source)).glob("*")) if path.suffix in _READ]
+    source = Path(str(drafter.source))
+    return [source] if source.suffix == SUFFIX else [p for p in sorted(source.glob("*")) if p.suffix in _READ]
 
 
 def stage_drafters(
@@ -228,7 +246,6 @@ def _export(
     checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, drafter: DrafterBuild,
     config: BuildConfig, folder: Path, report: Callable[[str], None],
 ) -> ExportedDrafter:  # fmt: skip
-    from redraft.assembly.tokenizers import check_same_tokens
     from redraft.export import support
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
@@ -253,8 +270,7 @@ def _export(
             converted = convert(path, checkpoint, identity, Path(scratch))
             return exporter.trained(drafter.id, converted, verifier, identity, folder, options, progress)
     if exporter.checkpoint is not None and is_plain_checkpoint(path):
-        check_same_tokens(f"drafter {drafter.id}", path, folder)
-        return exporter.checkpoint(drafter.id, Checkpoint.open(path), verifier, folder, options, progress)
+        return exporter.checkpoint(drafter.id, open_checkpoint(path), verifier, folder, options, progress)
     opened = DrafterCheckpoint.open(path)
     return exporter.trained(drafter.id, opened, verifier, identity, folder, options, progress)
 

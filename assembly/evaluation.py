@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-HELD_OUT = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "heldout"
+HERE = Path(__file__).resolve()
+HELD_OUT = (HERE.parent / "heldout", HERE.parents[1] / "assets/tiny/heldout")
+"""The folder of held-out text in an installed package and in the repository."""
 
 
-def held_out_texts(folder: Path = HELD_OUT) -> dict[str, Path]:
-    """Return the repository's held-out text by kind. A wheel has none."""
-    return {path.stem: path for path in sorted(folder.glob("*.txt"))}
+def held_out_texts() -> dict[str, Path]:
+    """Return redraft's own held-out text by kind."""
+    return {path.stem: path for folder in HELD_OUT for path in sorted(folder.glob("*.txt"))}

@@ -20,6 +20,8 @@ Report = Callable[[str], None]
 """Receives one line of progress."""
 GGUF = ".gguf"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_SECONDS = 5
+"""Time limit for the Hub's first answer."""
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 
 
@@ -112,18 +114,30 @@ def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:
 
 
 def _download(hub_id: str, report: Report) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    """Return the folder of a model of the Hub, from the Hub or its local cache. Raises CheckpointError.
 
-    report(f"downloading {hub_id}")
+    One request with a time limit comes first: `snapshot_download` waits for a silent network without one.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    report(f"looking for {hub_id} on the Hugging Face Hub")
+    revision = None
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        revision = HfApi().model_info(hub_id, timeout=HUB_SECONDS).sha
+        report(f"downloading {hub_id}")
     except RepositoryNotFoundError as error:
         raise CheckpointError(
             f"no folder {hub_id!r} here and no such model on the Hugging Face Hub",
             "check the name, or log in to the Hub",
         ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except Exception:  # noqa: BLE001  (the Hub's HTTP library has exceptions of its own)
+        report(f"no answer; looking for {hub_id} in the local cache")
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES, local_files_only=revision is None)
+        )
+    except Exception as error:  # as above
         raise CheckpointError(
             f"no folder {hub_id!r} here, and the Hugging Face Hub cannot be reached",
             "download the model elsewhere and give its folder; with a recipe, --model-path DIR or --weights random",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from redraft.assembly.models import GGUF, HUB_ID, Place, Report, find_model
 from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
@@ -18,12 +19,14 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 
 
-def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[DrafterBuild, ...]:
+def choose_drafters(
+    config: BuildConfig, drafters: Sequence[str], report: Report = lambda message: None
+) -> tuple[DrafterBuild, ...]:
     """Return the drafters that `--drafter` options name, else the recipe's; random ones with random weights.
 
     Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone, or `all`: every drafter that the recipe has
     a folder for, those too that are not built by default. An option overrides a recipe's settings for the same id.
-    Raises UsageError.
+    Raises like `parse_drafter`.
     """
     if not drafters:
         return _implied(config)
@@ -33,30 +36,34 @@ def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[Draft
         return ()
     every = [drafter.id for drafter in config.drafters if drafter.source is not None]
     named = [text for option in drafters for text in (every if option == ALL_DRAFTERS else [option])]
-    chosen = tuple(parse_drafter(text, config.drafters) for text in named)
+    chosen = tuple(parse_drafter(text, config.drafters, report) for text in named)
     return replace(config, drafters=chosen).drafters
 
 
-def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
+def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = lambda message: None) -> DrafterBuild:
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
-    DIR is a drafter's folder, `random`, `native`, or the id of a recipe's drafter. The default ID is the method's id.
-    Raises UsageError for another form, an unknown key, or a repeated key, and CheckpointError for a folder without a
-    drafter.
+    DIR is a drafter's folder, a model's folder or GGUF file, a Hugging Face id, `random`, `native`, or the id of a
+    recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown key, or a
+    repeated key, and CheckpointError for a folder without a drafter, a damaged file, and a download that fails.
     """
     place, *pairs = text.split(",")
     values = _values(text, pairs)
     ours = {drafter.id: drafter for drafter in recipe}
     drafter, _, source = place.rpartition("=")
     if not source:
-        raise UsageError(f"--drafter {text!r}: expected {DRAFTER_FORM}", "DIR is a folder, random or native")
+        raise UsageError(
+            f"--drafter {text!r}: expected {DRAFTER_FORM}",
+            "DIR is a folder, a GGUF file, a Hugging Face id, random or native",
+        )
     method = values.pop("method", None)
     if source in ours and not drafter:
         drafter, source = source, ours[source].source or ""
         if not source:
             raise UsageError(f"the recipe has no folder for the drafter {drafter!r}", f"give {drafter}=DIR")
         method = method or ours[drafter].method
-    method = method or _method_of(text, source, drafter)
+    located = _located(source, report)
+    method = method or _method_of(text, located, drafter)
     specification = find_method(method)
     if not specification.is_built:
         known = ", ".join(built_methods())
@@ -64,7 +71,8 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
     drafter = drafter or method
     base = ours.get(drafter)
     kept = base.options if base and base.method in (None, method) else {}
-    chosen = DrafterBuild(drafter, source, method, {**kept, **values})
+    hub_id = None if located == source else source
+    chosen = DrafterBuild(drafter, located, method, {**kept, **values}, hub_id=hub_id)
     specification.parse_build(chosen.options, f"--drafter {drafter}")
     return chosen
 
@@ -83,6 +91,17 @@ def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
     if recipe.random_weights:
         return tuple(replace(drafter, source=RANDOM) for drafter in drafters)
     return tuple(drafter for drafter in drafters if drafter.source is not None)
+
+
+def _located(source: str, report: Report) -> str:
+    """Return a drafter's source; of a Hugging Face id that is no folder here, the folder of its download.
+
+    Raises as `find_model` does for GGUF files and ids.
+    """
+    if Path(source).is_dir() or not (source.endswith(GGUF) or HUB_ID.fullmatch(source)):
+        return source
+    path = find_model(source, None, Place(None, False, Path()), report).path
+    return source if path == Path(source) else str(path)
 
 
 def _method_of(text: str, source: str, drafter: str) -> str:
@@ -146,6 +165,5 @@ def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
     base = next((other.options for other in recipe.drafters if other.id == drafter.id), {})
     changed = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
     named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
-    return ",".join(
-        [f"{drafter.id}={drafter.source}", *(f"{key}={value}" for key, value in {**named, **changed}.items())]
-    )
+    pairs = (f"{key}={value}" for key, value in {**named, **changed}.items())
+    return ",".join([f"{drafter.id}={drafter.hub_id or drafter.source}", *pairs])

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from redraft import names
 from redraft.assembly.tokenizer_conversion import VOCABULARIES, load_tokenizer, vocabulary_file, write_tokenizer
 from redraft.errors import CheckpointError, UnsupportedModelError
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.gguf_checkpoint import GgufCheckpoint
 from redraft.export.json_files import DOWNLOAD_AGAIN, read_json_object
 
 if TYPE_CHECKING:
@@ -84,21 +86,46 @@ def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
     return _special_tokens(tokenizer, settings, _read(checkpoint / "config.json"))
 
 
-def check_same_tokens(what: str, source: Path, bundle: Path) -> None:
-    """Raise CheckpointError if the tokenizer of the folder `source` has other tokens or ids than that of `bundle`."""
-    from tokenizers import Tokenizer
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a checkpoint: words by id, without those that only fill the vocabulary up, and ids of added ones.
 
-    hint = "give a draft model with the verifier's tokenizer"
-    if not has_tokenizer(source):
-        raise CheckpointError(f"{what}: {source} has no tokenizer to compare with the verifier's", hint)
-    own = load_tokenizer(source, _read(source / "tokenizer_config.json")).get_vocab()
-    verifiers = Tokenizer.from_file(str(bundle / names.TOKENIZER_FILE)).get_vocab()
-    if own != verifiers:
-        different = sorted({token for token, _ in own.items() ^ verifiers.items()})
+    Added tokens are not words of text: marks of turns, ends of texts.
+    """
+
+    words: Mapping[int, str]
+    added: frozenset[int]
+
+    @classmethod
+    def of(cls, checkpoint: AnyCheckpoint) -> Tokens:
+        """Read a checkpoint's tokens. Raises CheckpointError if it has no tokenizer, or like `load_tokenizer`."""
+        if isinstance(checkpoint, GgufCheckpoint):
+            from redraft.export.gguf_text import read_tokens
+
+            return cls(*read_tokens(checkpoint.header))
+        tokenizer = load_tokenizer(checkpoint.path, _read(checkpoint.path / "tokenizer_config.json"))
+        words = {token: word for word, token in tokenizer.get_vocab().items()}
+        return cls(words, frozenset(tokenizer.added_tokens_decoder))
+
+
+def check_same_tokens(what: str, source: Path, own: Tokens, verifier: Tokens) -> None:
+    """Raise CheckpointError if the ordinary tokens of a draft model are not those of the verifier.
+
+    Text is the verifier's in any case, so only speed depends on this. A token that one of the two lacks, or an added
+    token that is another word in one of the two, is never accepted. Different ordinary tokens would be most of a draft.
+    """
+    added = own.added | verifier.added
+    common = [token for token in own.words if token in verifier.words and token not in added]
+    different = sorted(token for token in common if own.words[token] != verifier.words[token])
+    if different or not common:
+        found = "no word is in both"
+        if different:
+            first = different[0]
+            words = f"{own.words[first]!r} instead of {verifier.words[first]!r}"
+            found = f"{len(different)} of {len(common)} tokens differ, first token {first}, {words}"
         raise CheckpointError(
-            f"{what}: {source} has another tokenizer than the verifier: {len(different)} tokens differ, "
-            f"such as {different[0]!r}",
-            hint,
+            f"{what}: {source} has another tokenizer than the verifier: {found}",
+            "give a draft model with the verifier's tokenizer",
         )
 
 

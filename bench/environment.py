@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+from redraft.cpus import default_threads
 from redraft.packages import package_version
 
 LIBRARIES = (
@@ -55,8 +55,8 @@ def execution_providers() -> list[str]:
 
 
 def usable_threads() -> int:
-    """Return the number of processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the default number of threads of this process."""
+    return default_threads().count
 
 
 def cpu_flags() -> frozenset[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from redraft.bench.break_even import measured
 from redraft.bench.compare import INEXACT, PLAIN, Run
 from redraft.bench.prompts import ALL
 from redraft.bench.statistics import first_difference, interval_text, median_estimate
@@ -97,6 +98,7 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
         "speedup_interval": speedup.interval,
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        **measured(pairs),
         "overhead_fraction": float(seconds @ overheads / seconds.sum()),
         "prompts": len(timed),
         "tokens": sum(_length(run.generations[method]) for run in timed),

@@ -288,6 +288,7 @@ def print_paths(paths: list[str]) -> None:
 
 def print_table(result: dict[str, Any]) -> None:
     """Print the figures as aligned columns, then the environment and caveats."""
+    from redraft.bench.break_even import describe_measured
     from redraft.bench.summary import table
 
     rows = table(result["methods"])
@@ -297,6 +298,9 @@ def print_table(result: dict[str, Any]) -> None:
     machine = result["environment"]
     versions = f"redraft {machine['libraries']['redraft']}, onnxruntime {machine['libraries']['onnxruntime']}"
     typer.echo(f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}, {versions}")
+    for method, figures in result["methods"].items():
+        if "drafts_pay_above" in figures:
+            typer.echo(f"{method}: {describe_measured(figures)}")
     for line in warnings(result):
         typer.echo(line)
 

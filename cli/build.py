@@ -58,9 +58,9 @@ def build(
         list[str] | None,
         typer.Option(
             metavar=DRAFTER_FORM,
-            help="A drafter for this model, any number of times; `none` builds none. DIR is its folder, `native` for "
-            "the module inside of the checkpoint, `random` for latency work, or the id of a recipe's drafter. KEY is "
-            "method, precision or an option of the method.",
+            help="A drafter for this model, any number of times; `none` builds none. DIR is its folder; a smaller "
+            "model's folder, GGUF file or Hub id; `native` for the module inside of the checkpoint; `random` for "
+            "latency work; or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
         ),
     ] = None,
     eval_text: Annotated[
@@ -97,14 +97,16 @@ def build(
         from redraft.assembly.bundle import build_bundle
         from redraft.assembly.drafters import native_drafter
         from redraft.assembly.models import Place, find_model, find_recipe
+        from redraft.assembly.preflight import check_libraries
         from redraft.engines.backends import check_buildable
 
+        check_libraries()
         recipe = find_recipe(model)
         config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, max_model_len)
         engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
         config = replace(config, tensorrt=engines)
         check_buildable(config)
-        config = replace(config, drafters=choose_drafters(config, drafter or ()))
+        config = replace(config, drafters=choose_drafters(config, drafter or (), report))
         texts = held_out(eval_text, config)
         place = Place(model_path, config.random_weights, Path(scratch))
         found = find_model(model, recipe, place, report)
@@ -155,7 +157,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, nativ
         "random_weights": manifest.model.random_weights,
         "caveats": list(manifest.model.caveats),
         "max_model_len": manifest.max_model_len,
-        "drafters": {drafter.id: describe_drafter(drafter) for drafter in read_drafters(manifest)},
+        "drafters": {drafter.id: describe_drafter(drafter, out, manifest) for drafter in read_drafters(manifest)},
         "native": native or None,
         "bytes": total_bytes(manifest),
         "own_bytes": own_bytes(out, manifest),
@@ -167,8 +169,10 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, nativ
     }
 
 
-def describe_drafter(drafter: BuiltDrafter) -> dict[str, Any]:
-    """Return a drafter as a JSON object. `table_bytes` is the size of its tables."""
+def describe_drafter(drafter: BuiltDrafter, bundle: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return a drafter as a JSON object. `table_bytes` is the size of its tables, `draft_cost` is `bytes_cost`."""
+    from redraft.bench.break_even import bytes_cost
+
     summary = drafter.method.describe(drafter.shape)
     record = drafter.record
     return {
@@ -177,11 +181,13 @@ def describe_drafter(drafter: BuiltDrafter) -> dict[str, Any]:
         "summary": summary,
         "shape": dict(record.shape),
         "table_bytes": record.table_bytes,
+        "draft_cost": bytes_cost(bundle, manifest, drafter),
     }
 
 
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as lines."""
+    from redraft.bench.break_even import describe_cost
     from redraft.engines.sizes import describe_shares, describe_size
 
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
@@ -198,6 +204,8 @@ def describe(summary: dict[str, Any]) -> str:
     for drafter, found in summary["drafters"].items():
         tables = f", tables of {found['table_bytes'] / 1e6:.1f} MB" if found["table_bytes"] else ""
         lines.append(f"  drafter {drafter} ({found['method']}): {found['summary']}{tables}")
+        if found["draft_cost"] is not None:
+            lines.append(f"  drafter {drafter}: {describe_cost(found['draft_cost'], found['shape']['steps'])}")
     lines += [f"  {caveat}" for caveat in summary["caveats"]]
     for kind, value in (summary["perplexity"] or {}).items():
         exact = summary["perplexity_fp32"][kind]

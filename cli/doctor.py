@@ -15,9 +15,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
+from redraft.bench.environment import cpu_flags, execution_providers, processor_name
 from redraft.cli.console import print_json
 from redraft.cli.options import Verify
+from redraft.cpus import default_threads
 from redraft.errors import BackendError
 from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
 from redraft.user_cache import user_cache
@@ -157,13 +158,19 @@ def _providers() -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    yield Finding("processor", "ok", f"{processor_name()}, {usable_threads()} usable threads")
+    from redraft.engines.host_memory import available_bytes
+
+    threads = default_threads()
+    yield Finding("processor", "ok", processor_name())
+    yield Finding("threads", "ok", f"{threads.count} by default: {threads.reason}")
     flags = [flag for flag in VECTOR_FLAGS if flag in cpu_flags()]
     known = bool(flags) or not cpu_flags()
     yield Finding("vector instructions", "ok" if known else "warning", ", ".join(flags) or "unknown")
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        yield Finding("memory", "ok", f"{memory_bytes / (1 << 30):.1f} GiB")
+        left = available_bytes()
+        words = "" if left is None else f", {left / (1 << 30):.1f} GiB available to this process"
+        yield Finding("memory", "ok", f"{memory_bytes / (1 << 30):.1f} GiB{words}")
     free = shutil.disk_usage(Path.cwd()).free
     enough = free >= NEEDED_DISK_BYTES
     yield Finding("disk", "ok" if enough else "warning", f"{free / (1 << 30):.1f} GiB free in {Path.cwd()}",

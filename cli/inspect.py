@@ -69,6 +69,7 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
 
 def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
     """Return the manifest as text: one fact a line, then commands of other tools."""
+    from redraft.bench.break_even import bytes_cost, describe_cost
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands
@@ -94,6 +95,8 @@ def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
             f"drafter    {drafter.id}: {drafter.record.method}, {drafter.method.describe(drafter.shape)}, "
             f"tables {drafter.record.table_bytes / 1e6:.1f} MB"
         )
+        if (cost := bytes_cost(bundle.path, manifest, drafter)) is not None:
+            lines.append(f"drafter    {drafter.id}: {describe_cost(cost, drafter.shape.steps)}")
     if manifest.quality:
         lines += [f"perplexity {kind} {value:.3f}" for kind, value in manifest.quality.perplexity.items()]
     for name, graph in manifest.all_graphs.items():

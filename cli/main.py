@@ -14,6 +14,7 @@ from redraft import __version__
 from redraft.cli import bench, build, check, demo, doctor, generate, inspect, profile, replay, train
 from redraft.errors import RedraftError
 from redraft.interrupts import interrupts_repeated
+from redraft.packages import extra_of
 
 INTERRUPTED = 130
 DEBUG = "REDRAFT_DEBUG"
@@ -88,7 +89,8 @@ def run_app(commands: typer.Typer, arguments: list[str], program: str) -> int:
     except OSError as error:
         return _fail(_one_line(str(error)), 1, error)
     except ModuleNotFoundError as error:
-        return _fail(f"{error.name} is not installed; run `make install`, or pip install 'redraft[dev]'", 1, error)
+        extra = extra_of(error.name or "") or "dev"
+        return _fail(f"{error.name} is not installed; run `pip install 'redraft[{extra}]'`", 1, error)
     except Exception as error:  # noqa: BLE001  (the last resort: the user gets one line for a defect too)
         text = _one_line(f"{type(error).__name__}: {error}")
         return _fail(f"unexpected {text}; run again with {DEBUG}=1 and report the traceback", 1, error)

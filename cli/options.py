@@ -17,7 +17,9 @@ BUDGET_FORM = "nodes=12,depth=4,width=4"
 
 Engines = Annotated[Path, typer.Option("--engines", help="An engine bundle, as `redraft build` writes.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all that this process may use.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads; `redraft doctor` shows the default and its reason.")
+]
 Device = Annotated[
     str | None,
     typer.Option(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from redraft.cpus import default_threads
 from redraft.user_cache import read_object, user_cache, write_object
 
 _CACHE_ENTRIES = 4096
@@ -23,7 +23,7 @@ def file_digest(path: Path) -> str:
 def file_digests(paths: Iterable[Path]) -> dict[Path, str]:
     """SHA-256 of several files, one thread a core (hashlib releases the interpreter lock)."""
     listed = list(paths)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(default_threads().count) as pool:
         return dict(zip(listed, pool.map(file_digest, listed), strict=True))
 
 

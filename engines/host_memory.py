@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from pathlib import Path
+import resource
+from collections.abc import Iterator
 
+from redraft.cgroups import ROOT, group_folders, read_text
 from redraft.engines.bundle import Bundle
 from redraft.errors import BackendError
 
-MEMINFO = Path("/proc/meminfo")
+MEMINFO = ROOT / "proc/meminfo"
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, use, and the entry of memory.stat for inactive pages of files, of versions 2 and 1."""
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _LENGTH = re.compile(rb"\x0a\x06length\x12.([0-9]+)", re.DOTALL)
 """Protobuf's form of an entry of a tensor's `external_data`: field 1, the key; field 2, digits."""
@@ -38,8 +44,29 @@ def check_host_memory(bundle: Bundle, graph: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes that Linux can give without swapping, or None if the system does not report them."""
-    with contextlib.suppress(OSError):
-        if found := _AVAILABLE.search(MEMINFO.read_text()):
-            return int(found[1]) * 1024
-    return None
+    """Return the bytes that this process can get without swapping, or None if the system does not report them.
+
+    The least of free memory, of what control groups leave, and of the address space that `ulimit -v` leaves.
+    """
+    return min((*_free(), *_left_in_groups(), *_left_of_address_space()), default=None)
+
+
+def _free() -> Iterator[int]:
+    if found := _AVAILABLE.search(read_text(MEMINFO)):
+        yield int(found[1]) * 1024
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Yield what each control group leaves. Pages of files count as used there, but inactive ones are given up."""
+    for folder in group_folders("memory", ROOT):
+        for limit, used, inactive in _GROUP_FILES:
+            most, now = read_text(folder / limit), read_text(folder / used)
+            if most.isdecimal() and now.isdecimal():
+                pages = re.search(rf"^{inactive} (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
+                yield max(0, int(most) - int(now) + (int(pages[1]) if pages else 0))
+
+
+def _left_of_address_space() -> Iterator[int]:
+    limit, size = resource.getrlimit(resource.RLIMIT_AS)[0], read_text(ROOT / "proc/self/statm").split()
+    if limit != resource.RLIM_INFINITY and size:
+        yield max(0, limit - int(size[0]) * resource.getpagesize())

@@ -189,7 +189,7 @@ def signed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def bundle_name(bundle: Path) -> str:
     """Return the name of a bundle, also of an older schema. Raises BundleError like `load_manifest`."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         values = json.loads((bundle / MANIFEST).read_bytes())
         version, name = values.get("schema_version"), values.get("name")
         if type(version) is int and version < SCHEMA_VERSION and isinstance(name, str):
@@ -217,7 +217,7 @@ def load_manifest(bundle: Path) -> Manifest:
         raise BundleError(
             f"{bundle} is not an engine bundle: expected {MANIFEST} in it, found none", _build(bundle)
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{path}: expected JSON, found {error}", rebuild_command(bundle)) from None
     if not isinstance(values, dict):
         raise BundleError(f"{path}: expected a JSON object, found {type(values).__name__}", rebuild_command(bundle))

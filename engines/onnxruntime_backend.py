@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from redraft import names
+from redraft.cpus import default_threads
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array
 from redraft.engines.host_memory import check_host_memory
@@ -30,6 +30,8 @@ _NUMPY: Mapping[str, type[np.generic]] = {
 _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8)", "uint8": "tensor(uint8)",
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
         "bfloat16": "tensor(bfloat16)"}  # fmt: skip
+_AFFINITIES = "session.intra_op_thread_affinities"
+"""Processors of each thread but the calling one, which is not the session's."""
 _SPIN_US = "100"
 """Time for which an idle thread spins before it sleeps."""
 Provider = tuple[str, Mapping[str, str]]
@@ -166,12 +168,18 @@ def bound_call(
 def session_options(threads: int | None, log: str) -> ort.SessionOptions:
     """Return options of a session with its own thread pool, whose idle threads spin for a moment.
 
+    Without `threads`, it has the default number (`redraft.cpus`), on one NUMA node.
+
     Without spinning, a step of a small model takes twice as long. With endless spinning, idle threads of one engine
     hold the cores that the bundle's next engine needs, which costs up to three times as much. ONNX Runtime's
     process-wide pool would avoid both, but refuses every other session of the process.
     """
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+    default = default_threads()
+    options.intra_op_num_threads = threads or default.count
+    if threads is None and default.node and default.count > 1:
+        node = ",".join(str(cpu + 1) for cpu in default.node)  # ONNX Runtime counts processors from one
+        options.add_session_config_entry(_AFFINITIES, ";".join([node] * (default.count - 1)))
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from redraft.engines.manifest import Manifest
+from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt.records import weights_file
-from redraft.names import CODES, QUANTIZATION_BLOCK, SCALES, ZEROS
+from redraft.names import CODES, QUANTIZATION_BLOCK, SCALES, ZEROS, WeightRef
 
 _KINDS = {
     "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I8": "8 bits", "I4": "4 bits",
@@ -34,6 +34,15 @@ def engine_bytes(manifest: Manifest) -> tuple[int, int]:
     copies = [weights_file(graph) for graph in engines if weights_file(graph) in manifest.files]
     built = [engine.file for engine in engines.values()]
     return sum(manifest.files[file].size for file in built), sum(manifest.files[file].size for file in copies)
+
+
+def product_bytes(bundle: Path, graph: GraphRecord, weights: Iterable[WeightRef]) -> int:
+    """Return the bytes of weights that one token's run of a portable graph reads: all but tables of looked-up rows."""
+    import onnx
+
+    nodes = onnx.load(bundle / graph.file, load_external_data=False).graph.node
+    read = {name for node in nodes if not node.op_type.startswith("Gather") for name in node.input}
+    return sum(ref.length for ref in weights if ref.initializer in read)
 
 
 def weight_shares(manifest: Manifest) -> Mapping[str, float]:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models
 from experiments.random_checkpoint import write_safetensors, write_shards
 from redraft import names
 from redraft.bench.environment import environment
+from redraft.cpus import default_threads
 from redraft.engines.recipes import Recipe, load_recipe
 from redraft.export import support, tracing
 from redraft.export.architecture import Architecture
@@ -47,7 +48,7 @@ def measure(name: str, parent: Path | None) -> dict[str, Any]:
         built = _built("build", name, "--model-path", model, "--drafter", drafter, "-o", engines)
         not_linked = sum(path.stat().st_size for path in engines.rglob("*") if path.stat().st_nlink == 1)
     return {
-        "environment": environment(len(os.sched_getaffinity(0))),
+        "environment": environment(default_threads().count),
         "recipe": name,
         "precision": recipe.build.precision,
         "checkpoint_bytes": checkpoint.parameter_bytes,

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint on disk, read without loading it: configuration, and the place of every tensor's bytes.
 
 A safetensors file is eight bytes (little-endian header length), a JSON header, then the tensors' bytes. A header entry
-has `dtype`, `shape` and `data_offsets` relative to the end of the header.
+has `dtype`, `shape` and `data_offsets` relative to the end of the header. The file is untrusted: the header is split
+into entries before any JSON is decoded, so that nested values cannot take much more memory than the file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,10 +59,18 @@ LAYER_PREFIX = re.compile(r"model\.layers\.(\d+)\.")
 MODULE_MARKS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 """Names of tensors, after the layer's prefix, that only such modules have. Their layers follow the verifier's."""
 MAX_HEADER_BYTES = 100_000_000
+MOST_TENSORS = 1 << 16
+"""Largest number of tensors in a file."""
+_STRING = rb'"(?:[^"\\]|\\.)*+"'
+_OBJECT = rb'\{(?:[^\[\]{}"]|%b|\[[^\[\]{}"]{0,2000}+\])*+\}' % _STRING
+_ENTRY = re.compile(rb"\s*+(?P<name>%b)\s*+:\s*+(?P<value>%b)\s*+(?P<end>[,}])" % (_STRING, _OBJECT), re.DOTALL)
+"""A name and a flat object: strings, numbers and short lists of numbers."""
+MOST_DIMENSIONS, LARGEST = 64, (1 << 63) - 1
+"""Axes of an array of NumPy, and the largest number that a size or an offset can be."""
 SLAB_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One stored tensor: `offset` and `length` are bytes in `file`, counted from the file's first byte."""
 
@@ -229,29 +239,69 @@ def read_header(path: Path) -> Iterator[TensorEntry]:
         prefix = int.from_bytes(stream.read(8), "little")
         if size < 8 or prefix > min(MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{path} is truncated or not a safetensors file", DOWNLOAD_AGAIN)
-        try:
-            header = json.loads(stream.read(prefix))
-            entries = [_entry(name, path.name, 8 + prefix, value) for name, value in header.items() if name[:2] != "__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} has a damaged header ({error})", DOWNLOAD_AGAIN) from error
+        header = stream.read(prefix)
+    try:
+        entries = [_entry(name, path.name, 8 + prefix, value) for name, value in _objects(header)]
+        _check_disjoint(entries)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a damaged header ({error!s:.200})", DOWNLOAD_AGAIN) from error
     end = max((entry.offset + entry.length for entry in entries), default=8 + prefix)
     if end > size:
         raise CheckpointError(f"{path} is truncated: it should hold {end} bytes and holds {size}", DOWNLOAD_AGAIN)
     return iter(entries)
 
 
+def _objects(header: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and value of each tensor, one at a time. Raises ValueError for another form and for equal names."""
+    names: set[str] = set()
+    position, end = header.find(b"{") + 1, b","
+    if header[:position].strip() != b"{":
+        raise ValueError("expected a JSON object")
+    if header[position:].strip() == b"}":
+        return
+    while end == b",":
+        found = _ENTRY.match(header, position)
+        if found is None:
+            raise ValueError(f"expected a tensor at byte {position}")
+        position, end = found.end(), found["end"]
+        name = json.loads(found["name"])
+        if name in names:
+            raise ValueError(f"tensor {name:.80} occurs twice")
+        if len(names) >= MOST_TENSORS:
+            raise ValueError(f"more than {MOST_TENSORS} tensors")
+        names.add(name)
+        if not name.startswith("__"):
+            yield name, json.loads(found["value"])
+    if header[position:].strip():
+        raise ValueError(f"expected its end at byte {position}")
+
+
 def _entry(name: str, file: str, base: int, value: dict[str, Any]) -> TensorEntry:
     dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    numbers = (*shape, begin, end)
+    if (
+        type(dtype) is not str
+        or len(shape) > MOST_DIMENSIONS
+        or not all(type(number) is int and 0 <= number <= LARGEST for number in numbers)
+    ):
+        raise ValueError(f"tensor {name:.80} has no shape, type or place")
     fits = dtype not in ITEM_BYTES or end - begin == math.prod(shape) * ITEM_BYTES[dtype]
-    if begin < 0 or end < begin or not fits:
-        raise ValueError(f"tensor {name} of shape {list(shape)} does not fit its {end - begin} bytes")
+    if end < begin or not fits:
+        raise ValueError(f"tensor {name:.80} of shape {list(shape)} does not fit its {end - begin} bytes")
     return TensorEntry(name, file, dtype, shape, base + begin, end - begin)
+
+
+def _check_disjoint(entries: list[TensorEntry]) -> None:
+    """Raise ValueError if two tensors share bytes."""
+    for one, other in pairwise(sorted(entries, key=lambda entry: (entry.offset, entry.length))):
+        if one.offset + one.length > other.offset:
+            raise ValueError(f"tensors {one.name:.80} and {other.name:.80} overlap")
 
 
 def _shards(root: Path) -> list[str]:
     index = _indexed(root)
     single = [p.name for p in (root / "model.safetensors",) if p.is_file()]
-    files = sorted(set(index.values())) or single or sorted(p.name for p in root.glob("*.safetensors"))
+    files = sorted(set(index.values())) or single or sorted(p.name for p in root.glob("*.safetensors") if p.is_file())
     if not files:
         raise CheckpointError(
             f"{root} has no *.safetensors file", "convert it with `save_pretrained(..., safe_serialization=True)`"

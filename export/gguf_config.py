@@ -24,9 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN
-from redraft.export.gguf_file import Header
+from redraft.export.gguf_file import AS_FOLDER, Header, StoredArray
 
-AS_FOLDER = "give the model's Hugging Face folder instead"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of frequency factors, GGUF's form of the rotary scaling of Llama 3.1 and newer."""
 FIELDS = {
@@ -60,6 +59,16 @@ ROPE_SCALING = {"type": "rope_type", "factor": "factor", "original_context_lengt
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values of every published model with frequency factors. They are used only if they give the file's factors."""
 FACTOR_ERROR = 1e-4
+TOKENS = "tokenizer.ggml.tokens"
+POSITIVE = ("block_count", "embedding_length", "context_length", "attention.head_count", "vocab_size")
+SIZES = (*POSITIVE, "attention.head_count_kv", "feed_forward_length", "attention.key_length", "attention.value_length",
+         "attention.sliding_window", "rope.dimension_count", "expert_count", "expert_used_count",
+         "expert_feed_forward_length", "expert_shared_feed_forward_length")  # fmt: skip
+"""Keys that hold a whole number, or one for each layer."""
+LARGEST_SIZE = (1 << 31) - 1
+LONGEST_REASON = 200
+NUMBERS = ("epsilon", "freq_base", "freq_base_swa", "softcapping", "factor", "expert_weights_scale")
+"""Last words of keys that hold a finite number."""
 
 
 def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str, Any]:
@@ -67,12 +76,13 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
 
     Raises UnsupportedModelError naming a key that the configuration cannot hold.
     """
+    stated = _stated(header)
+    _check_values(header, stated)
     values = _mapped(header)
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModelError(f"{header.path} is not a language model that transformers has ({kind})", AS_FOLDER)
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
-    stated = _stated(header)
     default = CONFIG_MAPPING[kind]()
     for key, value in stated.items():
         if field := _field(key, kind, default):
@@ -94,8 +104,15 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
 
 @contextmanager
 def header_for_transformers(header: Header) -> Iterator[None]:
-    """Within the context, transformers uses this header. Reading the file again would take seconds."""
-    fields = {key: _reader_field(key, value) for key, value in header.metadata.items()}
+    """Within the context, transformers uses this header. Reading the file again would take seconds.
+
+    Of the arrays, it gets the tokens and those of the architecture.
+    """
+    read = {key: value for key, value in header.metadata.items() if not isinstance(value, StoredArray)}
+    read |= {f"{header.architecture}.{key}": value for key, value in _stated(header).items()}
+    if TOKENS in header.metadata:
+        read[TOKENS] = header.array(TOKENS)
+    fields = {key: _reader_field(key, value) for key, value in read.items()}
     known = SimpleNamespace(fields=fields, tensors=header.tensors)
     with mock.patch.object(gguf, "GGUFReader", return_value=known):
         yield
@@ -116,15 +133,51 @@ def _mapped(header: Header) -> dict[str, Any]:
         with header_for_transformers(header):
             return dict(load_gguf_checkpoint(str(header.path))["config"])
     except ValueError as error:
-        raise UnsupportedModelError(f"{header.path}: {error}", AS_FOLDER) from error
-    except (KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{header.path} has damaged metadata ({error})", DOWNLOAD_AGAIN) from error
+        raise UnsupportedModelError(f"{header.path}: {last_line(error)}", AS_FOLDER) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers does not check what it reads
+        raise CheckpointError(
+            f"{header.path} has damaged metadata ({type(error).__name__}: {last_line(error)})", DOWNLOAD_AGAIN
+        ) from error
 
 
 def _stated(header: Header) -> dict[str, Any]:
-    """Return the architecture's keys without its name."""
+    """Return the architecture's keys without its name. Arrays have at most a value for each tensor."""
     prefix = f"{header.architecture}."
-    return {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    stated = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    for key, value in stated.items():
+        if isinstance(value, StoredArray):
+            if not 0 < len(value) <= len(header.tensors):
+                raise _invalid(header, key, f"a list of {len(value)} values", "one for each layer")
+            stated[key] = header.array(prefix + key)
+    return stated
+
+
+def _check_values(header: Header, stated: dict[str, Any]) -> None:
+    """Refuse sizes that are none, and layers and experts that the file has no tensors for.
+
+    A model is made of these sizes before its tensors are compared with the file's.
+    """
+    limits = {"block_count": len(header.tensors), "expert_count": _most_experts(header)}
+    for key, value in stated.items():
+        if key in SIZES:
+            least, most = int(key in POSITIVE), limits.get(key, LARGEST_SIZE)
+            listed = value if isinstance(value, list) else [value]
+            if not all(type(item) is int and least <= item <= most for item in listed):
+                raise _invalid(header, key, f"{value!r:.60}", f"a whole number from {least} to {most}")
+        elif key.endswith(NUMBERS) and not (type(value) in (int, float) and math.isfinite(value)):
+            raise _invalid(header, key, f"{value!r:.60}", "a number")
+
+
+def _most_experts(header: Header) -> int:
+    return max((tensor.shape[0] for tensor in header.tensors if len(tensor.shape) > 2), default=0)
+
+
+def _invalid(header: Header, key: str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{header.path}: {header.architecture}.{key} is {found}, expected {expected}", DOWNLOAD_AGAIN
+    )
 
 
 def _field(key: str, kind: str, config: PretrainedConfig) -> str | None:
@@ -160,8 +213,13 @@ def _config(header: Header, values: dict[str, Any]) -> PretrainedConfig:
     try:
         return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
     except Exception as error:  # configurations raise many types
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{header.path} has invalid metadata ({reason})", DOWNLOAD_AGAIN) from error
+        raise CheckpointError(f"{header.path} has invalid metadata ({last_line(error)})", DOWNLOAD_AGAIN) from error
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error that transformers raised, else its type: at most LONGEST_REASON characters."""
+    text = str(error).strip()
+    return text.splitlines()[-1].strip()[:LONGEST_REASON] if text else type(error).__name__
 
 
 def _found(config: PretrainedConfig, key: str) -> Any:

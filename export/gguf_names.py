@@ -17,8 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN
-from redraft.export.gguf_config import AS_FOLDER, ROPE_FACTORS
-from redraft.export.gguf_file import PLAIN_TYPES, Header, Stored
+from redraft.export.gguf_config import ROPE_FACTORS, last_line
+from redraft.export.gguf_file import AS_FOLDER, PLAIN_TYPES, Header, Stored
 
 EXPERTS = re.compile(r"blk\.\d+\.ffn_(?P<part>gate|up|down)_exps\.weight")
 
@@ -70,10 +70,8 @@ class TensorMap:
         Raises UnsupportedModelError for a tensor that the model does not have, CheckpointError for one that is missing
         or has another shape.
         """
-        with torch.device("meta"):
-            config = CONFIG_MAPPING[self.config["model_type"]].from_dict(dict(self.config))
-            model = AutoModelForCausalLM.from_config(config)
-        state = model.state_dict()
+        model = self._empty_model()
+        config, state = model.config, model.state_dict()
         # Without children: otherwise transformers maps each of the model's modules like a model, which takes minutes.
         flat = SimpleNamespace(config=model.config, state_dict=lambda: state, named_children=list)
         targets = get_gguf_hf_weights_map(flat, self.processor)
@@ -91,6 +89,18 @@ class TensorMap:
         if missing:
             raise CheckpointError(f"{self.header.path} has no tensor for {missing[0]}", DOWNLOAD_AGAIN)
         return found
+
+    def _empty_model(self) -> Any:
+        """Return the model without values. Raises CheckpointError if sizes of the metadata do not fit each other."""
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(
+                    CONFIG_MAPPING[self.config["model_type"]].from_dict(dict(self.config))
+                )
+        except Exception as error:  # models raise many types
+            raise CheckpointError(
+                f"{self.header.path} has invalid metadata ({last_line(error)})", DOWNLOAD_AGAIN
+            ) from error
 
     def _parameters(self, stored: Stored, target: str | None) -> Iterator[Parameter]:
         if target is None:

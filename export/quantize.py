@@ -11,7 +11,6 @@ of the least number that a zero point cannot hold, at most half a step. `product
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.cpus import default_threads
 from redraft.names import QUANTIZATION_BLOCK
 
 BLOCK = QUANTIZATION_BLOCK
@@ -85,7 +85,7 @@ def fit(weight: NDArray[np.float32], bits: int, offsets: bool = False) -> Grid:
     blocks = _blocks(weight)
     step = max(1, _PIECE // max(1, blocks[0].size))
     pieces = [blocks[row : row + step] for row in range(0, len(blocks), step)]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(default_threads().count) as pool:
         return Grid.joined(list(pool.map(partial(_fitted, bits=bits, offsets=offsets), pieces)))
 
 

@@ -36,10 +36,12 @@ class DrafterBuild:
     """Configuration of one drafter of a bundle.
 
     id:      the user's name for the drafter.
-    source:  the drafter's folder, RANDOM or NATIVE. None in a recipe that leaves the folder to the command line.
+    source:  the drafter's folder, a draft model's folder or GGUF file, RANDOM or NATIVE. None in a recipe that leaves
+             it to the command line.
     method:  the drafting method; None takes the one that the folder's configuration names.
     options: the method's own options for building.
     extra:   a recipe's drafter that is built only if the command line names it.
+    hub_id:  the Hugging Face id that `source` was downloaded from.
     """
 
     id: str
@@ -47,6 +49,7 @@ class DrafterBuild:
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     extra: bool = False
+    hub_id: str | None = None
 
     def __post_init__(self) -> None:
         if not DRAFTER_ID.fullmatch(self.id):

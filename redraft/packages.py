@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -18,6 +19,20 @@ def package_version(name: str) -> str | None:
             except metadata.PackageNotFoundError:
                 continue
     return None
+
+
+def extra_of(module: str) -> str | None:
+    """Return the first of redraft's extras that installs a module's package; None if none does, or by another name."""
+    wanted = _plain(module.partition(".")[0])
+    for requirement in metadata.requires("redraft") or ():
+        pin, _, marker = requirement.partition(";")
+        if _plain(re.split(r"[^\w.-]", pin.strip(), maxsplit=1)[0]) == wanted and "extra ==" in marker:
+            return marker.partition("extra ==")[2].strip(" \"'")
+    return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def gpu_requirement(name: str, version: str | None) -> str:

@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from redraft.cpus import default_threads
 from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError
 from redraft.user_cache import read_object, user_cache, write_object
@@ -57,7 +57,7 @@ def _key(identity: Identity) -> str:
     machine = {
         "machine": platform.machine(),
         "cpu": _cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": default_threads().count,
         **(_gpu() if identity.get("device") == "cuda" else {}),
     }
     return hashlib.sha256(json.dumps({**identity, **machine}, sort_keys=True).encode()).hexdigest()[:32]

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "redraft": "redraft",
     "assembly": "redraft/assembly",
+    "assets/tiny/heldout": "redraft/assembly/heldout",
     "bench": "redraft/bench",
     "bench/peers": "redraft/bench/peers",
     "cli": "redraft/cli",
@@ -59,8 +60,8 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             root / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
         )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, tree)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "assets/tiny/LICENSES.md"):
+        shutil.copy(root / name, tree / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", "."]
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
     return next((tree / "out").glob("*.whl"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
@@ -13,11 +13,11 @@ WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", " ", ".", ","]
 CONTEXT = 64
 
 
-def write_tokenizer(folder: Path, bos: bool = True) -> None:
+def write_tokenizer(folder: Path, bos: bool = True, words: Sequence[str] = WORDS) -> None:
     """A tokenizer of single characters, with a chat template."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.add_special_tokens(WORDS[:3])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from redraft.engines.tensorrt import target
-from redraft.packages import gpu_requirement, package_version
+from redraft.packages import extra_of, gpu_requirement, package_version
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,14 @@ def test_a_build_for_a_gpu_stands_in(
 
     monkeypatch.setattr(metadata, "version", version)
     assert package_version(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [("torch", "export"), ("onnx_ir.passes", "export"), ("matplotlib", "bench"), ("numpy", None), ("nothing", None)],
+)
+def test_a_missing_module_is_in_an_extra(module: str, extra: str | None) -> None:
+    assert extra_of(module) == extra
 
 
 def test_the_documentation_and_errors_name_the_same_packages(root: Path) -> None:

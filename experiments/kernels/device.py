@@ -21,10 +21,13 @@ SLEEP_CYCLES = 2_000_000
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph of `calls` calls, each over its own memory, so that none finds its data in the cache."""
+    """A CUDA graph of `calls`, each over its own memory, so that none finds its data in the cache.
+
+    It holds the calls: a graph has their memory's addresses, and PyTorch gives memory that nothing holds to others.
+    """
 
     replay: Callable[[], None]
-    calls: int
+    calls: Sequence[Callable[[], object]]
 
 
 def missing_device() -> str | None:
@@ -77,7 +80,7 @@ def capture(calls: Sequence[Callable[[], object]]) -> Captured:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return Captured(graph.replay, len(calls))
+    return Captured(graph.replay, calls)
 
 
 def paired_us(graphs: Mapping[str, Captured], replays: int = REPLAYS) -> dict[str, list[float]]:
@@ -93,7 +96,7 @@ def paired_us(graphs: Mapping[str, Captured], replays: int = REPLAYS) -> dict[st
             end.record()
             end.synchronize()
             if turn >= WARM_UPS:
-                times[name].append(start.elapsed_time(end) * 1e3 / graph.calls)
+                times[name].append(start.elapsed_time(end) * 1e3 / len(graph.calls))
     return times
 
 

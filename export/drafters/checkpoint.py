@@ -24,6 +24,7 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
 from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.export.gguf_checkpoint import SUFFIX
 from redraft.export.sources import AnySource, Source
 from redraft.methods import checkpoint_method, find_method
 from redraft.names import DRAFT_VOCABULARY, TOKENIZER_FILE
@@ -61,7 +62,9 @@ class Identity:
 
 
 def is_plain_checkpoint(path: Path) -> bool:
-    """Return True if a folder is a decoder's checkpoint, which transformers could load, and not a drafter's folder."""
+    """Return True for a decoder's checkpoint: a GGUF file, or a folder that transformers could load."""
+    if path.suffix == SUFFIX:
+        return True
     try:
         values = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -70,7 +73,7 @@ def is_plain_checkpoint(path: Path) -> bool:
 
 
 def named_method(path: Path) -> str:
-    """Return the method of the drafter in a folder. Raises CheckpointError if the folder has no drafter."""
+    """Return the method of a draft model, or of the drafter in a folder. Raises CheckpointError if it has none."""
     return checkpoint_method() if is_plain_checkpoint(path) else DrafterCheckpoint.open(path).method
 
 
@@ -117,7 +120,7 @@ class DrafterCheckpoint:
         except OSError as error:
             raise CheckpointError(
                 f"{path} is not a drafter: {file.name} cannot be read ({error.strerror})",
-                "give a folder that `redraft train publish` wrote",
+                "give a folder that `redraft train publish` wrote, or a smaller model's folder or GGUF file",
             ) from None
         except (ValueError, UsageError) as error:
             raise CheckpointError(

@@ -22,7 +22,9 @@ from redraft.export.architecture import Architecture
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.steering import Steering, steer
 from redraft.export.reference import keep_layers
-from redraft.export.support import logit_scale
+from redraft.export.support import logit_scale, verifier_shape
+from redraft.names import Dtype
+from redraft.signatures import VerifierShape
 
 _NOT_KEPT = ("_name_or_path", "architectures", "dtype", "quantization_config", "transformers_version")
 """Fields of a transformers configuration that say nothing about the model's form."""
@@ -58,6 +60,17 @@ class DraftModelConfig(DrafterConfig):
         if layers != len(self.layers):
             raise CheckpointError(f"the draft model has {layers} layers, expected {len(self.layers)} as in `layers`")
         return found
+
+
+def sizes_of(drafter: str, text: PretrainedConfig, context: int, dtype: Dtype = "float32") -> VerifierShape:
+    """Return the sizes of a draft model that reads texts of `context` tokens. Raises CheckpointError if it cannot."""
+    limit = verifier_shape(text, None).max_positions
+    if context > limit:
+        raise CheckpointError(
+            f"drafter {drafter}: its texts have at most {limit} tokens, the verifier's have {context}",
+            f"build with --max-model-len {limit}, or give another draft model",
+        )
+    return verifier_shape(text, context, dtype)
 
 
 def check_layers(layers: Sequence[int], count: int | None = None) -> None:

@@ -17,14 +17,14 @@ from torch import nn
 
 from redraft import names
 from redraft.config import Precision
-from redraft.errors import CheckpointError, UsageError
+from redraft.errors import CheckpointError
 from redraft.export import passes, support, tracing
 from redraft.export.architecture import Architecture
 from redraft.export.attention import LayerRecorder
 from redraft.export.checkpoint import AnyCheckpoint
 from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
-from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
+from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, sizes_of
 from redraft.export.drafters.draft_graph import (
     Sampling,
     check_fit,
@@ -110,22 +110,18 @@ def exporter_of(method: Method[DecoderShape]) -> Exporter:
     ) -> ExportedDrafter:  # fmt: skip
         """Write the graph of a plain checkpoint, by the id `name`, into `out`, next to the graph of its verifier.
 
-        The caller has compared the tokenizers. Raises CheckpointError for another vocabulary size or too short a
-        context, and like `export_verifier`.
+        The caller has compared the tokenizers. The logits have columns for the ids that both vocabularies have; the
+        last row of the embedding stands for ids beyond it. Raises CheckpointError for too short a context, and like
+        `export_verifier`.
         """
         check_counted(name, options.draft_vocabulary, "a plain checkpoint")
         architecture = Architecture.of(support.load_config(checkpoint))
         text, tokens = architecture.text, verifier.shape.vocabulary
-        if (found := decoder_shape(text).vocabulary) != tokens:
-            raise CheckpointError(
-                f"drafter {name}: {checkpoint.path} has a vocabulary of {found} tokens, the verifier has {tokens}",
-                "give a draft model with the verifier's tokenizer and vocabulary",
-            )
         loaded = load_tensors(checkpoint, architecture)
         text.tie_word_embeddings = loaded.tied
         check_finite(checkpoint)
         own = _Own(architecture, checkpoint, loaded)
-        vocabulary = DraftVocabulary.of(_all_tokens(tokens), tokens)
+        vocabulary = DraftVocabulary.of(_all_tokens(tokens), min(tokens, decoder_shape(text).vocabulary))
         return _export(name, method, own, vocabulary, verifier, out, options, progress)
 
     return Exporter(configure, trained, random, checkpoint if method.takes_checkpoints else None)
@@ -179,14 +175,7 @@ def _traced(
     Returns its steering too, without values.
     """
     text, context = own.architecture.text, verifier.shape.max_positions
-    try:
-        limits = support.verifier_shape(text, context, verifier.shape.dtype)
-    except UsageError:
-        raise CheckpointError(
-            f"drafter {name}: its texts have at most {support.verifier_shape(text, None).max_positions} tokens, the "
-            f"verifier's have {context}",
-            "build with a smaller --max-model-len, or give another draft model",
-        ) from None
+    limits = sizes_of(name, text, context, verifier.shape.dtype)
     support.check_rope(text, context)
     # Rows beyond the context: a call's padding, and drafted tokens that the verifier never sees.
     rows = replace(limits, max_positions=names.kv_rows(context + method.spare_rows) + 1)
@@ -197,7 +186,7 @@ def _traced(
         shape = _shape(own, found, tokens, sum(steerings[0].sizes) if steerings else 0, verifier, options)
         made.append(shape)
         decoder = tracing.VerifierModule(network, (), recorded)
-        return _trace(_Graph(decoder, steerings[0] if steerings else None, shape), shape)
+        return _trace(_Graph(decoder, steerings[0] if steerings else None, shape, found.vocabulary), shape)
 
     def change(network: Any) -> None:
         if own.shares:
@@ -240,13 +229,18 @@ def _shape(
 
 
 class _Graph(nn.Module):
-    """The graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
+    """The graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`.
 
-    def __init__(self, decoder: tracing.VerifierModule, steering: Steering | None, shape: DecoderShape) -> None:
+    tokens: the decoder's own vocabulary, rows of its embedding. The verifier's may be larger or smaller.
+    """
+
+    def __init__(
+        self, decoder: tracing.VerifierModule, steering: Steering | None, shape: DecoderShape, tokens: int
+    ) -> None:
         super().__init__()
         self.model = decoder.model
         self.__dict__["decoder"], self.__dict__["steering"] = decoder, steering  # no submodules: not its parameters
-        self._width = shape.width
+        self._shape, self._tokens = shape, tokens
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, tree_mask: torch.Tensor, cache_len: torch.Tensor,
@@ -255,12 +249,16 @@ class _Graph(nn.Module):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         decoder: tracing.VerifierModule = self.__dict__["decoder"]
         steering: Steering | None = self.__dict__["steering"]
+        if self._tokens < self._shape.vocabulary:
+            token_ids = token_ids.clamp(max=self._tokens - 1)
         with steering.applied(*biases) if steering else nullcontext():
             logits, *updates = decoder(token_ids, positions, tree_mask, cache_len, kv_len, output_rows, caches)
+        if self._tokens > self._shape.vocabulary:
+            logits = logits[..., : self._shape.vocabulary]
         z = sampling.noisy(logits, tables) * sampling.scale[:, None, None]  # [B, R, H]
-        log_probs, columns = likeliest(z, self._width)
+        log_probs, columns = likeliest(z, self._shape.width)
         tokens = tracing.take(tables[-1], columns) if tables else columns
-        by_rank = torch.arange(1, self._width + 1) * DRAWN_LOG_PROB
+        by_rank = torch.arange(1, self._shape.width + 1) * DRAWN_LOG_PROB
         log_probs = torch.where(sampling.drawn[:, None, None] > 0, by_rank, log_probs)
         return (tokens, log_probs, logits, *updates)
 

@@ -41,6 +41,7 @@ from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, I
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import verifier_sizes
 from redraft.export.drafters.published_tensors import PublishedTensors
+from redraft.export.gguf_checkpoint import SUFFIX
 from redraft.export.json_files import read_json_object
 from redraft.export.loading import load_tensors
 from redraft.export.shapes import decoder_shape
@@ -131,7 +132,7 @@ def recognise(path: Path) -> Published | None:
 
 
 def named_method(path: Path, drafter: str = "") -> str:
-    """Return the method of the drafter in a folder, published or ours.
+    """Return the method of the drafter in a folder, published or ours, or of a draft model.
 
     drafter: its id. An id in FIRST_METHODS names the method of any drafter of their form. Raises CheckpointError if the
     folder has no drafter, or like `check_layout` if the id is a method.
@@ -147,8 +148,12 @@ def named_method(path: Path, drafter: str = "") -> str:
 def check_layout(path: Path, method: str) -> None:
     """Raise CheckpointError listing the unknown keys of a folder that has neither a published layout nor ours.
 
-    If the method takes a decoder's checkpoint, the folder may be one.
+    If the method takes a decoder's checkpoint, the folder may be one, or a GGUF file.
     """
+    if path.suffix == SUFFIX and not find_method(method).takes_checkpoints:
+        raise CheckpointError(
+            f"{path} is a model, and a drafter of {method} is not", f"give method={checkpoint_method()}"
+        )
     try:
         values = read_json_object(path / CONFIG_FILE)
     except (OSError, CheckpointError):

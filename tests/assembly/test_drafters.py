@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from redraft.assembly.drafters import check_graph, resolve_drafters
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines.manifest import GraphRecord
-from redraft.errors import UnsupportedModelError, UsageError
+from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.names import TensorSpec
 
 RECORD = GraphRecord(
@@ -70,10 +70,11 @@ NO_CHECKPOINT: Any = None
         (DrafterBuild("a", "random", "ngram"), "drafter a: method ngram needs no drafter"),
         (DrafterBuild("a", "random", "absent"), "unknown drafting method 'absent'; the methods are none, ngram"),
         (DrafterBuild("a", "random", "lyanna", {"depth": 3}), "drafter a: unknown key depth; known keys are"),
+        (DrafterBuild("a", "m.gguf", "lyanna"), "m.gguf is a model, and a drafter of lyanna is not"),
     ],
 )
 def test_a_drafter_that_cannot_be_built(drafter: DrafterBuild, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(RedraftError, match=message):
         resolve_drafters(BuildConfig(drafters=(drafter,)), NO_CHECKPOINT)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from redraft.assembly import models
 from redraft.assembly.options import choose_drafters, options_of
 from redraft.cli.build_options import Precision, Weights, choose
 from redraft.config import BuildConfig, DrafterBuild
@@ -33,8 +34,8 @@ from redraft.errors import RedraftError, UsageError
         ("mine,method=absent", "unknown drafting method 'absent'; the methods are none, ngram, suffix, lookahead"),
         ("mine,method=ngram", "the method ngram has no drafter in bundles; methods with a drafter are lyanna"),
         ("random", "random weights need a method; add method=, one of lyanna"),
-        ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder, random or native"),
-        ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder, random or native"),
+        ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder, a GGUF file, a Hugging Face id, "),
+        ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder, a GGUF file, a Hugging Face id, "),
         ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
         ("suffix=mine,method=lyanna", "no drafter can have the id 'suffix', which means something else"),
         ("lookahead=mine,method=lyanna", "no drafter can have the id 'lookahead', which means something else"),
@@ -42,13 +43,24 @@ from redraft.errors import RedraftError, UsageError
         ("prediction=mine,method=lyanna", "no drafter can have the id 'prediction', which means something else"),
         ("native=mine,method=lyanna", "no drafter can have the id 'native', which means something else"),
         ("native,depth=3", "--drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
-        ("no/folder", "no/folder is not a drafter: config.json cannot be read"),
+        ("./no/folder", "no/folder is not a drafter: config.json cannot be read"),
+        ("no/model.gguf", "there is no file no/model.gguf"),
     ],
 )
 def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
     with pytest.raises(RedraftError) as error:
         choose_drafters(BuildConfig(), [text])
     assert message in str(error.value)
+
+
+def test_a_drafter_by_its_hugging_face_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are downloaded, and the options that repeat the build name the id."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(models, "_download", lambda hub_id, report: tmp_path)
+    (found,) = choose_drafters(BuildConfig(), ["d=someone/model,steps=5"])
+    assert (found.source, found.method, found.hub_id) == (str(tmp_path), "draft_model", "someone/model")
+    options = options_of(BuildConfig(), BuildConfig(drafters=(found,)))
+    assert options == ("--drafter", "d=someone/model,method=draft_model,steps=5")
 
 
 def test_two_drafters_of_one_id() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from redraft.cli import main
 from redraft.engines.manifest import signed
 from redraft.runtime import SpeculationParams
 from redraft.types import Budget
@@ -153,13 +154,25 @@ def test_flipped_byte_in_the_bundle(refused: Refused, bundle: Path, tmp_path: Pa
     assert "run `redraft build" in line
 
 
-def test_unknown_manifest_version(refused: Refused, bundle: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(bundle, tmp_path / "little"))
-    manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
-    line = refused("inspect", copy, status=1)
-    assert "found 99" in line
-    assert "run `redraft build" in line
+@pytest.mark.parametrize("version", [1, 99])
+def test_every_command_refuses_another_schema_with_the_command_that_rebuilds(
+    tmp_path: Path, version: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the manifest, only the model's source and the options are read then."""
+    (tmp_path / "prompts.jsonl").write_text('{"id": "p", "category": "code", "turns": ["a"]}\n')
+    model = {"source": "my model", "colour": "red"}
+    manifest = {"schema_version": version, "model": model, "options": ["--precision", "int8"]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    engines, prompt, prompts = ("--engines", tmp_path), ("--prompt", "a"), ("--prompts", tmp_path / "prompts.jsonl")
+    commands: list[tuple[object, ...]] = [
+        ("inspect", tmp_path), ("generate", *engines, *prompt), ("bench", *engines, *prompts),
+        ("profile", *engines, *prompt), ("doctor", *engines), ("check", "lossless", *engines, *prompts),
+    ]  # fmt: skip
+    rebuild = f"run `redraft build 'my model' -o {tmp_path} --precision int8 --force`"
+    for command in commands:
+        assert main.run([str(word) for word in command]) == 1, command
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.endswith(f"found {version}; {rebuild}"), line
 
 
 def test_no_bundle(refused: Refused, tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gguf_bundle(gguf_file: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of `gguf_file`; not to be written to."""
+    """A bundle of `gguf_file`, which also drafts for itself; not to be written to."""
     out = tmp_path_factory.mktemp("engines") / "little"
-    result = redraft("build", gguf_file, "-o", out, "--eval-text", "none")
+    result = redraft("build", gguf_file, "-o", out, "--drafter", f"draft={gguf_file}", "--eval-text", "none")
     assert result.returncode == 0, result.stderr
+    assert "drafter draft (draft_model): 2 layers, 24 steps" in result.stdout
     return out
 
 
@@ -41,6 +42,24 @@ def test_text_is_that_of_transformers(redraft: Redraft, gguf_file: Path, gguf_bu
     expected = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=[2, 3], pad_token_id=0)
     found = redraft("generate", "--engines", gguf_bundle, "--prompt", PROMPT, "--max-new-tokens", 24, "--json")
     assert json.loads(found.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_file_drafts(redraft: Redraft, gguf_bundle: Path) -> None:
+    options = ("--engines", gguf_bundle, "--prompt", PROMPT, "--max-new-tokens", 24, "--json")
+    plain, drafted = (json.loads(redraft("generate", *options, "--method", m).stdout) for m in ("none", "draft"))
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["metrics"]["num_accepted_draft_tokens"] > 0
+    inspected = redraft("inspect", gguf_bundle).stdout
+    assert "drafter    draft: a drafted token reads 0." in inspected, "its products have 8 bits, the verifier's 32"
+
+
+@pytest.mark.parametrize("fault", ["short", "tokenizer"])
+def test_a_file_that_cannot_draft(refused: Refused, gguf_file: Path, tmp_path: Path, fault: str) -> None:
+    path = (random_file("llama") if fault == "tokenizer" else random_file("qwen2")).write(tmp_path / "m.gguf")
+    if fault == "short":
+        path.write_bytes(path.read_bytes()[:-1000])
+    line = refused("build", gguf_file, "-o", tmp_path / "out", "--drafter", f"d={path}", status=1)
+    assert {"short": "is truncated", "tokenizer": "has another tokenizer than the verifier: "}[fault] in line
 
 
 def test_bundle_has_the_files_name_ends_and_template(gguf_file: Path, gguf_bundle: Path) -> None:

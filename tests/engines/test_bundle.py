@@ -96,6 +96,7 @@ def test_any_flipped_byte_of_the_manifest_is_found(out):
         (lambda out: (out / MANIFEST).unlink(), "expected manifest.json in it, found none"),
         (lambda out: (out / MANIFEST).write_text("{"), "expected JSON, found"),
         (lambda out: (out / MANIFEST).write_text("[]"), "expected a JSON object, found list"),
+        (lambda out: (out / MANIFEST).write_text("[" * 100_000), "expected JSON, found maximum recursion depth"),
     ],
 )
 def test_missing_and_damaged_files_are_named(out, damage, message):

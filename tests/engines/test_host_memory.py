@@ -61,8 +61,28 @@ def test_without_known_memory_nothing_is_refused(
         if text:
             (tmp_path / "none").write_text(text)
         monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
+        monkeypatch.setattr(host_memory, "ROOT", tmp_path)
         assert available_bytes() is None
         open_calls(bundle, threads=1)
+
+
+def test_control_groups_and_the_address_space_limit_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inactive pages of files count as used, but can be given up."""
+    has(monkeypatch, tmp_path, 10 << 30)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a\n")
+    (tmp_path / "proc/self/mountinfo").write_text("30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    group = tmp_path / "sys/fs/cgroup/a"
+    group.mkdir(parents=True)
+    for name, text in {"max": "max", "current": "5", "stat": "anon 1\ninactive_file 4096\n"}.items():
+        (group / f"memory.{name}").write_text(text)
+    assert available_bytes() == 10 << 30
+    (group / "memory.max").write_text("1000000\n")
+    assert available_bytes() == 1000000 - 5 + 4096
+    (tmp_path / "proc/self/statm").write_text("10 9 8\n")
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda kind: (100_000, -1))
+    assert available_bytes() == 100_000 - 10 * host_memory.resource.getpagesize()
 
 
 def test_this_machine_reports_its_memory() -> None:

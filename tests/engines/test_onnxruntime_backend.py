@@ -1,6 +1,9 @@
 """Engines on ONNX Runtime: bound arrays, prepared calls, KV updated in place, refusals."""
 
+import os
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from redraft import names
+from redraft.cpus import Threads
 from redraft.engines import onnxruntime_backend
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.calls import Calls
@@ -16,6 +20,7 @@ from redraft.engines.onnxruntime_backend import (
     CUDA,
     load_session,
     preload_cuda,
+    session_options,
     start_provider,
 )
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram, load_program
@@ -183,6 +188,22 @@ def test_an_older_onnxruntime_is_refused(bundle):
     newer = replace(bundle, manifest=replace(bundle.manifest, backend_version="99.0.0"))
     with pytest.raises(BundleError, match=r"expected ONNX Runtime 99\.0\.0 or newer"):
         load_program(newer, names.VERIFIER)
+
+
+def test_threads_stay_on_the_node_unless_their_number_is_given(monkeypatch):
+    """The calling thread is not the session's. Each thread of the session moves itself when it starts."""
+    if not (tasks := Path("/proc/self/task")).is_dir() or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("no /proc, or only one processor here")
+    cpu, deadline = min(os.sched_getaffinity(0)), time.monotonic() + 10
+    monkeypatch.setattr(onnxruntime_backend, "default_threads", lambda: Threads(3, (cpu,), ""))
+    before = set(tasks.iterdir())
+    session = ort.InferenceSession(onnxruntime_backend._PROBE, session_options(None, "error"), providers=[CPU])
+    new = [int(task.name) for task in set(tasks.iterdir()) - before]
+    while any(os.sched_getaffinity(task) != {cpu} for task in new):
+        assert time.monotonic() < deadline, "a thread may leave the node"
+    assert (len(new), len(session.get_inputs())) == (2, 1)
+    with pytest.raises(RuntimeError, match="does not have configuration"):
+        session_options(3, "error").get_session_config_entry("session.intra_op_thread_affinities")
 
 
 @pytest.fixture

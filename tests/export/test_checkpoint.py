@@ -118,9 +118,11 @@ def test_index_must_not_leave_the_folder(sharded, file):
         {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 12]},
         {"dtype": "F99", "shape": [1], "data_offsets": [4, 0]},
         {"dtype": "F32", "shape": [1]},
+        {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4, True], "data_offsets": [0, 16]},
         [],
     ],
-    ids=["size", "dtype", "no-offsets", "no-object"],
+    ids=["size", "dtype", "no-offsets", "float", "bool", "no-object"],
 )
 def test_damaged_header_is_refused(tmp_path, entry):
     header = json.dumps({"w": entry}).encode()

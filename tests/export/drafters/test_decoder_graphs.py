@@ -204,10 +204,34 @@ def test_a_random_draft_model_has_a_few_of_its_verifiers_layers(little_verifier:
     assert built.precision == "int8"
 
 
+@pytest.mark.parametrize("tokens", [90, 104])
+@torch.no_grad()
+def test_a_vocabulary_of_another_size(tokens: int, tmp_path: Path) -> None:
+    """Only ids of both vocabularies are drafted. The last row of a smaller embedding stands for unknown ids."""
+    checkpoint = write_checkpoint(tmp_path / "model", "llama", vocab_size=tokens, num_hidden_layers=1)
+    exported = export_checkpoint("d", Checkpoint.open(checkpoint), OF_97, tmp_path, DraftModelBuild(precision="fp32"))
+    assert (exported.shape.vocabulary, exported.shape.draft_vocabulary) == (TOKENS, min(tokens, TOKENS))
+    assert len(exported.tables) == (tokens < TOKENS)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    lowered = lower_single(tmp_path, record_of("d", exported.shape), False, "d.draft.single", chains=True)
+    assert lowered is not None
+    beyond = 0
+    for record in (record_of("d", exported.shape), lowered):
+        graph = Drafting(tmp_path, record, exported.shape, 1)
+        if tokens < TOKENS:
+            graph.calls.bind(names.DRAFT_VOCABULARY, np.arange(tokens))
+        for last in range(TOKENS):
+            text = [5, 95, 3, last]
+            found = graph.run([0], [text])
+            known = torch.tensor([[min(token, tokens - 1) for token in text]])
+            logits = model(input_ids=known, use_cache=False).logits[0, -1]
+            np.testing.assert_allclose(found[names.LOGITS][0, 0], logits[:TOKENS].numpy(), atol=1e-4)
+            assert found[names.CANDIDATES][0, 0, 0] == int(logits[:TOKENS].argmax())
+            beyond += int(logits.argmax()) >= TOKENS
+    assert (beyond > 0) == (tokens > TOKENS), "some drafts must be of ids that the verifier lacks"
+
+
 def test_a_checkpoint_that_does_not_fit_the_verifier(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "model", "llama", vocab_size=90))
-    with pytest.raises(CheckpointError, match="has a vocabulary of 90 tokens, the verifier has 97"):
-        export_checkpoint("d", checkpoint, OF_97, tmp_path, DraftModelBuild())
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "short", "llama", max_position_embeddings=64))
     with pytest.raises(CheckpointError, match="its texts have at most 64 tokens, the verifier's have 96"):
         export_checkpoint("d", checkpoint, OF_97, tmp_path, DraftModelBuild())

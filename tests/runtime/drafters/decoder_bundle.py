@@ -24,6 +24,7 @@ def write_bundle(folder: Path) -> Path:
 
     same:  the verifier's own checkpoint.   narrow, rounded: its first layer, in fp32 and in int8.
     wide:  as `narrow`, with trees.   part: its first layer and all but two of its tokens.
+    fewer: another checkpoint, whose tokenizer lacks the last three tokens.
     """
     sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                  max_position_embeddings=CONTEXT)  # fmt: skip
@@ -31,7 +32,9 @@ def write_bundle(folder: Path) -> Path:
     write_tokenizer(folder / "verifier")
     write_student(folder / "student", verifier, 0)
     write_student(folder / "part", verifier, len(WORDS) - 2)
-    same, student, part = (str(folder / name) for name in ("verifier", "student", "part"))
+    write_checkpoint(folder / "fewer", "llama", **{**sizes, "vocab_size": len(WORDS) - 3, "num_hidden_layers": 1})
+    write_tokenizer(folder / "fewer", words=WORDS[:-3])
+    same, student, part, fewer = (str(folder / name) for name in ("verifier", "student", "part", "fewer"))
     exact = {"precision": "fp32"}
     drafters = (
         DrafterBuild("same", same, METHOD, exact),
@@ -39,6 +42,7 @@ def write_bundle(folder: Path) -> Path:
         DrafterBuild("rounded", student, METHOD),
         DrafterBuild("wide", student, METHOD, {**exact, "width": 3, "nodes": 14, "steps": 6}),
         DrafterBuild("part", part, METHOD, exact),
+        DrafterBuild("fewer", fewer, METHOD, exact),
     )
     model = Model("little", str(verifier.path), verifier.path)
     build_bundle(model, BuildConfig(drafters=drafters), folder / "engines", {}, False, lambda message: None)

@@ -53,7 +53,7 @@ def test_texts_are_the_verifiers(folder: Path, slots: int, device: str | None, t
     params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=temperature, seed=4)
     with opened(folder, slots, device) as runtime:
         plain = [text.token_ids for text in runtime.generate([*PROMPTS, LONG], params, "none")]
-        ways = [chains(method, 6) for method in ("narrow", "rounded", "part")]
+        ways = [chains(method, 6) for method in ("narrow", "rounded", "part", "fewer")]
         for way in (*ways, "ngram+narrow", SpeculationParams("wide", budget=Budget(9, 4, 3))):
             found = runtime.generate([*PROMPTS, LONG], params, way)
             assert [text.token_ids for text in found] == plain

@@ -1,0 +1,100 @@
+"""Checks before a build does anything slow: a file that can be exported, free disk and free memory.
+
+None of them imports PyTorch. Estimates are what a build needs at least, so that they refuse no build that works.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from redraft.config import BuildConfig, Precision
+from redraft.engines.host_memory import available_bytes
+from redraft.errors import BackendError, BundleError
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.gguf_checkpoint import GgufCheckpoint
+
+WEIGHT_BYTES: Mapping[Precision, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5, "fp8": 1}
+"""Bytes of a weight in a bundle, without scales."""
+LINKED: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
+"""Precisions whose bundles may hold hard links of the checkpoint's files."""
+LIBRARIES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "gguf")
+LIBRARY_BYTES = 700 << 20
+"""Memory of PyTorch, transformers, ONNX and ONNX Runtime, loaded and without a model."""
+TENSOR_COPIES = 1.0
+"""Copies in fp32 of the checkpoint's largest tensor while it is converted."""
+ENGINE_COPIES = 1.0
+"""Copies of the bundle's weights while its perplexity is measured."""
+MB, GIB = 1_000_000, 1 << 30
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of disk and of memory that a build needs at least."""
+
+    disk: int
+    memory: int
+
+
+def check_libraries() -> None:
+    """Raise BackendError if a library that every build needs is not installed, as after `pip install redraft` alone."""
+    if missing := [name for name in LIBRARIES if find_spec(name) is None]:
+        raise BackendError(
+            f"building needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            "run `pip install 'redraft[export]'`",
+        )
+
+
+def check_file(checkpoint: AnyCheckpoint) -> None:
+    """Read the header of a GGUF file, which `open_checkpoint` leaves for later. A folder's are read already.
+
+    Raises CheckpointError for a damaged file, UnsupportedModelError for an architecture or type without support.
+    """
+    if isinstance(checkpoint, GgufCheckpoint):
+        from redraft.export.gguf_file import check_architecture
+
+        check_architecture(checkpoint.header)
+
+
+def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, measured: bool) -> Needs:
+    """Return the needs of a build on this backend. measured: True if the build runs its engine on held-out text.
+
+    Only weights of the checkpoint count. A build with random weights and one for TensorRT, which has checks of its own,
+    need nothing here.
+    """
+    numbers = list(_numbers(checkpoint))
+    if config.random_weights or config.backend == "tensorrt" or not numbers:
+        return Needs(0, 0)
+    weights = int(sum(numbers) * WEIGHT_BYTES[config.precision])
+    engine = int(ENGINE_COPIES * weights) if measured else 0
+    linked = config.precision in LINKED and not isinstance(checkpoint, GgufCheckpoint)
+    return Needs(0 if linked else weights, LIBRARY_BYTES + engine + int(TENSOR_COPIES * 4 * max(numbers)))
+
+
+def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measured: bool) -> None:
+    """Raise BundleError if the disk of `out` is too small for the bundle, BackendError if memory is for the build."""
+    needs = needs_of(checkpoint, config, measured)
+    folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if needs.disk > free:
+        raise BundleError(
+            f"no space for {out}: at least {needs.disk / MB:.0f} MB needed, {free / MB:.0f} MB free",
+            "free space, or give an -o on another disk",
+        )
+    available = available_bytes()
+    if available is not None and needs.memory > available:
+        smaller = "" if config.precision == "int4" else ", build with --precision int4"
+        raise BackendError(
+            f"building takes at least {needs.memory / GIB:.1f} GiB of memory; {available / GIB:.1f} are free",
+            f"free memory{smaller}{', or do not measure: --eval-text none' if measured else ''}",
+        )
+
+
+def _numbers(checkpoint: AnyCheckpoint) -> Iterable[int]:
+    """Return the numbers in each tensor."""
+    tensors = checkpoint.header.tensors if isinstance(checkpoint, GgufCheckpoint) else checkpoint.tensors.values()
+    return (math.prod(tensor.shape) for tensor in tensors)
