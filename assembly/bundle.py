@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import sys
@@ -31,7 +32,7 @@ from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.host_memory import available_bytes
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, load_manifest
 from redraft.engines.tensorrt.tools import find_tools
-from redraft.errors import BackendError
+from redraft.errors import BackendError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
 from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from redraft.export.quiet import quiet_export
@@ -53,8 +54,6 @@ CHECKED_NUMBERS = 1_000_000_000
 """Weights of the largest model that is checked whole. Only the first layers of larger models are checked."""
 COPIES = 2
 """Copies of the fp32 weights in memory while a whole model is checked: the engine's, and its packed ones."""
-ROUNDED_BY_PRODUCT: tuple[Precision, ...] = ("int8", "int4")
-"""Precisions whose products ONNX Runtime rounds."""
 
 
 @dataclass
@@ -139,7 +138,7 @@ def _expected_seconds(
     """Return the expected seconds of each stage on two cores, from the sizes of the work."""
     layers = int(checkpoint.config.get("num_hidden_layers") or 24)
     billions = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()) / 1e9
-    rounded = config.precision in ROUNDED_BY_PRODUCT and config.backend == "onnxruntime"
+    rounded = config.rounds_products
     measured = bool(texts) * tokens / 1000
     return {
         TRACE: 5 + 0.6 * layers,
@@ -192,14 +191,13 @@ class _Build:
     def stage(self, texts: Mapping[str, str] | None = None, tokens: int = DEFAULT_TOKENS) -> Manifest:
         """Write every file of a bundle except the manifest. Returns the manifest without digests."""
         from redraft.export import support
-        from redraft.export.product_forms import ProductPlan
 
         checkpoint, config, folder = self.checkpoint, self.config, self.folder
         stand_in = config.random_weights and not _has_tokenizer(checkpoint)
         vocabulary = support.load_config(checkpoint).get_text_config(decoder=True).vocab_size
         special = tokenizers.write_stand_in(folder, vocabulary) if stand_in else _write_text(checkpoint, folder)
         traced = self.traced()
-        plan = ProductPlan(config.precision) if self._is_rounded else None
+        plan = _first_plan(config, traced)
         reference = self._reference(traced, texts or {}, special.bos, tokens)
         if plan is not None and reference is not None and reference.calibration is not None:
             plan = replace(plan, smoothing=reference.calibration.smoothing)
@@ -231,21 +229,16 @@ class _Build:
         steps = _step_graphs(exported, any(record.rows != "none" for record in drafters.values()), folder)
         return replace(manifest, graphs={**manifest.graphs, **steps}, drafters=drafters)
 
-    @property
-    def _is_rounded(self) -> bool:
-        return self.config.precision in ROUNDED_BY_PRODUCT and self.config.backend == "onnxruntime"
-
     def _reference(
         self, traced: TracedVerifier, texts: Mapping[str, str], bos: int | None, tokens: int
     ) -> Reference | None:
         """Run the model in fp32 over the texts, unless another precision of this model has."""
-        from redraft.export.product_forms import ProductPlan
         from redraft.runtime.tokenizer import load_tokenizer
 
         if not texts or self.config.random_weights or self.config.backend != "onnxruntime":
             return None
         shared, precision = self.shared, self.config.precision
-        if shared.reference is not None and (not self._is_rounded or precision in shared.calibrated):
+        if shared.reference is not None and (not self.config.rounds_products or precision in shared.calibrated):
             return shared.reference
         tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         encoded = {kind: tokenizer.encode(text).ids for kind, text in texts.items()}
@@ -253,38 +246,38 @@ class _Build:
         if chosen is None:
             return None
         assert shared.scratch is not None
-        plan = ProductPlan(precision) if self._is_rounded else None
+        plan = _first_plan(self.config, traced)
         with self.progress.stage(REFERENCE) as done:
             shared.reference = run_reference(traced, chosen, plan, shared.scratch, done)
-        shared.calibrated = {precision} if self._is_rounded else set()
+        shared.calibrated = {precision} if self.config.rounds_products else set()
         return shared.reference
 
     def _best(
         self, traced: TracedVerifier, manifest: Manifest, plan: ProductPlan | None, reference: Reference | None
     ) -> tuple[VerifierExport, Manifest]:
         """Write and measure the verifier, with more bits for some products until it meets the precision's target."""
-        from redraft.assembly.precisions import ROUNDS, TARGETS, describe_choice, misses, raised
+        from redraft.assembly.precisions import ROUNDS, TARGETS, describe_choice, describe_target, misses, raised
 
+        precision = self.config.precision
         for again in range(ROUNDS + 1):
             exported, manifest = self._written(traced, manifest, plan)
             if reference is None:
-                return exported, manifest
+                break
             with self.progress.stage(MEASURE) as done:
                 quality = measure_quality(Bundle(self.folder, manifest), reference, done)
+            manifest = replace(manifest, quality=quality)
             found = reference.calibration
-            choices = describe_choice(plan, traced.products, found) if plan is not None else ()
-            manifest = replace(manifest, quality=quality, choices=choices)
-            if plan is None or found is None or again == ROUNDS:
+            if plan is None or found is None:
                 break
-            target = TARGETS[plan.precision]
-            if not misses(quality, target):
+            target = TARGETS[precision] if self.config.target is None else self.config.target
+            choices = (describe_target(precision, quality, target), *describe_choice(plan, traced.products, found))
+            manifest = replace(manifest, choices=choices)
+            if again == ROUNDS or not misses(quality, target):
                 break
             better = raised(plan, traced.products, traced.source, found, quality, target)
             if better.bits == plan.bits:
                 break
-            worst = 100 * max(quality.divergence.values())
-            self.progress.say(f"{plan.precision} diverges by {worst:.1f} %, more than {100 * target:.1f} %: "
-                              f"{len(better.bits)} weights get more bits")  # fmt: skip
+            self.progress.say(f"{precision} misses its target: {len(better.bits)} weights get more bits")
             plan = better
         return exported, manifest
 
@@ -300,6 +293,25 @@ class _Build:
             )
             graphs = _graphs(exported, self.folder)
         return exported, replace(manifest, graphs=graphs, weights=exported.weights)
+
+
+def _first_plan(config: BuildConfig, traced: TracedVerifier) -> ProductPlan | None:
+    """Return the plan with the bits that the user chose, None for a precision whose products are not rounded.
+
+    Raises UsageError for a pattern without a weight.
+    """
+    from redraft.export.product_forms import ProductPlan
+
+    if not config.rounds_products:
+        return None
+    parameters = [name for weight in traced.products for name in weight.parameters]
+    bits: dict[str, int] = {}
+    for pattern, its in config.bits:
+        chosen = fnmatch.filter(parameters, pattern)
+        if not chosen:
+            raise UsageError(f"no product's weight has a name like {pattern!r}", f"names are such as {parameters[0]}")
+        bits |= dict.fromkeys(chosen, its)
+    return ProductPlan(config.precision, bits=bits, fixed=frozenset(bits))
 
 
 def _has_tokenizer(checkpoint: AnyCheckpoint) -> bool:
@@ -356,7 +368,7 @@ def _check(build: _Build, staged: Bundle, out: Path) -> None:
     progress, manifest, checkpoint = build.progress, staged.manifest, build.checkpoint
     texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
     with progress.stage(CHECK):
-        if manifest.precision in ROUNDED_BY_PRODUCT and manifest.backend == "onnxruntime":
+        if build.config.rounds_products:
             compared = check_products(staged, build.traced(), texts[0])
             progress.say(compared.describe())
             check_graphs_agree(staged, texts)

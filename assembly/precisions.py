@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,8 @@ def raised(
     total = sum(now for now, _, _ in errors.values())
     if not total:
         return plan
-    candidates = sorted(errors, key=lambda w: (errors[w][0] - errors[w][1]) / math.prod(w.shape(source)), reverse=True)
+    free = [weight for weight in errors if plan.fixed.isdisjoint(weight.parameters)]
+    candidates = sorted(free, key=lambda w: (errors[w][0] - errors[w][1]) / math.prod(w.shape(source)), reverse=True)
     bits = dict(plan.bits)
     for weight in candidates:
         if divergence * total / sum(now for now, _, _ in errors.values()) <= limit:
@@ -83,16 +84,25 @@ def _error(plan: ProductPlan, weight: ProductWeight, source: AnySource, found: C
     return now / whole, later / whole, more
 
 
-def describe_choice(plan: ProductPlan, products: Sequence[ProductWeight], found: Calibration | None) -> tuple[str, ...]:
-    """Return what was chosen and why, a sentence each."""
-    lines = []
+def describe_choice(plan: ProductPlan, products: Sequence[ProductWeight], found: Calibration | None) -> Iterator[str]:
+    """Yield what was chosen and why, a sentence each."""
     if plan.smoothing:
-        lines.append(f"smoothed the inputs of {len(plan.smoothing)} of {len(products)} products, whose error fell by a "
-                     "quarter or more")  # fmt: skip
+        yield (
+            f"inputs of {len(plan.smoothing)} of {len(products)} products are smoothed, since their error falls by a "
+            "quarter or more"
+        )
     for bits in sorted(set(plan.bits.values())):
         names = [name for name, its in plan.bits.items() if its == bits]
         worst = sorted(names, key=lambda n: -max((found.errors.get(n, {}) if found else {}).values(), default=0.0))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         what = f"{bits} bits" if bits < 32 else "fp32"
-        lines.append(f"{what} for {', '.join(worst[:3])}{more}")
-    return tuple(lines)
+        why = "as asked" if set(names) <= plan.fixed else "whose errors are largest for their size"
+        yield f"{what} for {', '.join(worst[:3])}{more}, {why}"
+
+
+def describe_target(precision: Precision, quality: Quality, target: float) -> str:
+    """Return a sentence on whether a bundle meets its target."""
+    if not misses(quality, target):
+        return f"{precision} meets its target: perplexity rises by no more than {100 * target:g} %, as far as measured"
+    other = "int8" if precision == "int4" else "fp32"
+    return f"{precision} misses its target of +{100 * target:g} %: build with --precision {other}, which loses less"

@@ -12,10 +12,12 @@ from typing import Self
 Report = Callable[[str], None]
 """Receives one line of progress."""
 SECONDS_BETWEEN_LINES = 1.0
+BAR = 20
+"""Characters of the bar."""
 
 
 class BuildProgress:
-    """Reports a build's stages as lines such as `writing weights 40 %, build 62 %, 35 s left`.
+    """Reports a build's stages as lines such as `######.... 62 %, 35 s left: writing weights 40 %`.
 
     The time left comes from the expected seconds of each stage, times how much slower the finished ones were.
     A thread repeats the latest line with new times, since a stage may be silent for long.
@@ -57,12 +59,14 @@ class BuildProgress:
         self._report(line)
 
     def line(self) -> str:
-        """Return the latest stage with its share, and the build's share and time left."""
+        """Return the build's share and time left, and the latest stage with its share."""
         done, left = self._seconds()
         elapsed = time.monotonic() - self._started
         pace = elapsed / done if done > 1 else 1.0
         share = f" {100 * self._share:.0f} %" if self._share else ""
-        return f"{self._stage}{share}, build {100 * done / max(done + left, 1e-9):.0f} %, {pace * left:.0f} s left"
+        whole = done / max(done + left, 1e-9)
+        bar = ("#" * round(BAR * whole)).ljust(BAR, ".")
+        return f"{bar} {100 * whole:.0f} %, {pace * left:.0f} s left: {self._stage}{share}"
 
     def _seconds(self) -> tuple[float, float]:
         """Return the expected seconds of what is done and of what is left."""

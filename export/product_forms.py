@@ -54,10 +54,12 @@ class ProductPlan:
     bits:      4, 8 or UNROUNDED by the name of a weight's parameter.
     smoothing: by the first parameter of a product: positive factors [in] of the weight's inputs. The product's input is
                divided by them, so that the product is the same in exact arithmetic (SmoothQuant, arXiv 2211.10438).
+    fixed:     parameters whose bits the user chose.
     """
 
     precision: Precision
     bits: Mapping[str, int] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
     smoothing: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def form(self, part: ProductWeight, source: AnySource, smoothed: bool, kept: bool) -> Form:
