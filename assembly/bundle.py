@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from redraft.assembly.preflight import check_file, check_room
 from redraft.assembly.progress import BuildProgress
 from redraft.assembly.quality import DEFAULT_TOKENS, Reference, Texts, measure_quality, run_reference
 from redraft.assembly.self_check import check_bundle, check_graphs_agree, known_texts
-from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig, Precision
+from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
@@ -58,19 +58,22 @@ COPIES = 2
 
 @dataclass
 class SharedWork:
-    """What builds of one model in several precisions share: the trace, and the pass of the model in fp32."""
+    """What builds of one model share: the trace, and the pass of the model in fp32, which measures all their products.
 
+    configs: of the builds, which differ in precision.
+    """
+
+    configs: Sequence[BuildConfig]
+    scratch: Path
     traced: dict[tuple[Any, ...], TracedVerifier] = field(default_factory=dict)
     reference: Reference | None = None
-    calibrated: set[Precision] = field(default_factory=set)
-    scratch: Path | None = None
 
 
 @contextmanager
-def shared_work() -> Iterator[SharedWork]:
+def shared_work(configs: Sequence[BuildConfig]) -> Iterator[SharedWork]:
     """Yield work to share between builds. Files of it are deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="redraft-") as folder:
-        yield SharedWork(scratch=Path(folder))
+        yield SharedWork(configs, Path(folder))
 
 
 def build_bundle(
@@ -86,7 +89,7 @@ def build_bundle(
     Raises CheckpointError, UnsupportedModelError, BundleError.
     """
     if shared is None:
-        with shared_work() as alone:
+        with shared_work([config]) as alone:
             return build_bundle(model, config, out, texts, force, report, check, tokens, alone)
     report("reading the checkpoint")
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
@@ -199,8 +202,8 @@ class _Build:
         traced = self.traced()
         plan = _first_plan(config, traced)
         reference = self._reference(traced, texts or {}, special.bos, tokens)
-        if plan is not None and reference is not None and reference.calibration is not None:
-            plan = replace(plan, smoothing=reference.calibration.smoothing)
+        if plan is not None and reference is not None:
+            plan = replace(plan, smoothing=reference.calibrations[plan.precision].smoothing)
         base = Manifest(
             name=self.model.name,
             model=ModelIdentity(
@@ -232,24 +235,22 @@ class _Build:
     def _reference(
         self, traced: TracedVerifier, texts: Mapping[str, str], bos: int | None, tokens: int
     ) -> Reference | None:
-        """Run the model in fp32 over the texts, unless another precision of this model has."""
+        """Run the model in fp32 over the texts, unless a build of another precision has."""
         from redraft.runtime.tokenizer import load_tokenizer
 
         if not texts or self.config.random_weights or self.config.backend != "onnxruntime":
             return None
-        shared, precision = self.shared, self.config.precision
-        if shared.reference is not None and (not self.config.rounds_products or precision in shared.calibrated):
+        shared = self.shared
+        if shared.reference is not None:
             return shared.reference
         tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         encoded = {kind: tokenizer.encode(text).ids for kind, text in texts.items()}
         chosen = Texts.of(encoded, bos, tokens, traced.decoder.shape.max_positions)
         if chosen is None:
             return None
-        assert shared.scratch is not None
-        plan = _first_plan(self.config, traced)
+        plans = [plan for config in shared.configs if (plan := _first_plan(config, traced)) is not None]
         with self.progress.stage(REFERENCE) as done:
-            shared.reference = run_reference(traced, chosen, plan, shared.scratch, done)
-        shared.calibrated = {precision} if self.config.rounds_products else set()
+            shared.reference = run_reference(traced, chosen, plans, shared.scratch, done)
         return shared.reference
 
     def _best(
@@ -266,9 +267,9 @@ class _Build:
             with self.progress.stage(MEASURE) as done:
                 quality = measure_quality(Bundle(self.folder, manifest), reference, done)
             manifest = replace(manifest, quality=quality)
-            found = reference.calibration
-            if plan is None or found is None:
+            if plan is None:
                 break
+            found = reference.calibrations[precision]
             target = TARGETS[precision] if self.config.target is None else self.config.target
             choices = (describe_target(precision, quality, target), *describe_choice(plan, traced.products, found))
             manifest = replace(manifest, choices=choices)

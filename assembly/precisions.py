@@ -84,7 +84,7 @@ def _error(plan: ProductPlan, weight: ProductWeight, source: AnySource, found: C
     return now / whole, later / whole, more
 
 
-def describe_choice(plan: ProductPlan, products: Sequence[ProductWeight], found: Calibration | None) -> Iterator[str]:
+def describe_choice(plan: ProductPlan, products: Sequence[ProductWeight], found: Calibration) -> Iterator[str]:
     """Yield what was chosen and why, a sentence each."""
     if plan.smoothing:
         yield (
@@ -93,7 +93,7 @@ def describe_choice(plan: ProductPlan, products: Sequence[ProductWeight], found:
         )
     for bits in sorted(set(plan.bits.values())):
         names = [name for name, its in plan.bits.items() if its == bits]
-        worst = sorted(names, key=lambda n: -max((found.errors.get(n, {}) if found else {}).values(), default=0.0))
+        worst = sorted(names, key=lambda n: -max(found.errors.get(n, {}).values(), default=0.0))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         what = f"{bits} bits" if bits < 32 else "fp32"
         why = "as asked" if set(names) <= plan.fixed else "whose errors are largest for their size"

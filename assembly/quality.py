@@ -6,7 +6,7 @@ what rounding does to each product (`redraft.export.calibrate`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from redraft.assembly.scoring import CHUNK_TOKENS, Scorer
+from redraft.config import Precision
 from redraft.engines import Bundle
 from redraft.engines.manifest import Quality
 from redraft.types import FloatArray, IntArray
@@ -56,12 +57,12 @@ class Texts:
 
 @dataclass(frozen=True)
 class Reference:
-    """The texts' logits in fp32, in a file, [kinds, T, V], and what was measured of each product."""
+    """The texts' logits in fp32, in a file, [kinds, T, V], and what was measured of each product by precision."""
 
     texts: Texts
     logits: Path
     vocabulary: int
-    calibration: Calibration | None
+    calibrations: Mapping[Precision, Calibration]
 
     def chunks(self, kind: str) -> Iterator[FloatArray]:
         """Yield the logits of one kind, a chunk [T, V] at a time."""
@@ -75,12 +76,12 @@ class Reference:
 
 
 def run_reference(
-    traced: TracedVerifier, texts: Texts, plan: ProductPlan | None, scratch: Path,
+    traced: TracedVerifier, texts: Texts, plans: Sequence[ProductPlan], scratch: Path,
     progress: Callable[[int, int], None],
 ) -> Reference:  # fmt: skip
     """Run transformers' model over the texts. Memory holds one layer's weights and the logits of one batch.
 
-    plan: of a precision whose products are measured, None for none. Raises UnsupportedModelError if transformers
+    plans: of the precisions whose products are measured. Raises UnsupportedModelError if transformers
     cannot run the model.
     """
     from redraft.export.calibrate import Calibrator
@@ -88,11 +89,11 @@ def run_reference(
 
     measured = list(texts.measured.values())
     calibrator = None
-    if plan is not None:
-        calibrator = Calibrator(traced.products, traced.source, plan, slice(len(measured), None))
+    if plans:
+        calibrator = Calibrator(traced.products, traced.source, plans, slice(len(measured), None))
     file = scratch / "reference.logits"
     vocabulary = run_texts(traced, [*measured, texts.calibration], len(measured), file, calibrator, progress)
-    return Reference(texts, file, vocabulary, calibrator.found if calibrator else None)
+    return Reference(texts, file, vocabulary, calibrator.found if calibrator else {})
 
 
 def measure_quality(bundle: Bundle, reference: Reference, progress: Callable[[int, int], None]) -> Quality:

@@ -98,7 +98,7 @@ def build(
         from redraft.engines.backends import check_buildable
 
         check_libraries()
-        scratch, shared = (stack.enter_context(each) for each in (TemporaryDirectory(prefix="redraft-"), shared_work()))
+        scratch = stack.enter_context(TemporaryDirectory(prefix="redraft-"))
         recipe = find_recipe(model)
         asked = parse_precisions(precision) if precision else [None]
         configs = []
@@ -111,6 +111,7 @@ def build(
         texts = [held_out(eval_text, config) for config in configs]
         found = find_model(model, recipe, Place(model_path, config.random_weights, Path(scratch)), report)
         tokens = FULL_TOKENS if quality is Amount.full else DEFAULT_TOKENS
+        shared = stack.enter_context(shared_work(configs))
         summaries = []
         for config, text in zip(configs, texts, strict=True):
             start = time.monotonic()

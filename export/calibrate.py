@@ -48,10 +48,12 @@ class Calibration:
 class Calibrator:
     """Watches a streamed model, and measures the products of each unit while its weights are there."""
 
-    def __init__(self, products: Sequence[ProductWeight], source: AnySource, plan: ProductPlan, rows: slice) -> None:
-        """rows: the texts of a batch that are for calibration."""
-        self.found = Calibration()
-        self._source, self._plan, self._rows = source, plan, rows
+    def __init__(
+        self, products: Sequence[ProductWeight], source: AnySource, plans: Sequence[ProductPlan], rows: slice
+    ) -> None:
+        """plans: one of each precision.   rows: the texts of a batch that are for calibration."""
+        self.found = {plan.precision: Calibration() for plan in plans}
+        self._source, self._plans, self._rows = source, plans, rows
         self._products = {weight.parameters[0]: weight for weight in products}
         self._inputs = dict[str, torch.Tensor]()
 
@@ -79,19 +81,24 @@ class Calibrator:
         for first in [name for name in self._inputs if name in parameters]:
             weight, x = self._products[first], self._inputs.pop(first)
             if all(name in parameters for name in weight.parameters):
-                self._measure(weight, [parameters[name] for name in weight.parameters], x)
+                matrices = [parameters[name] for name in weight.parameters]
+                for plan in self._plans:
+                    self._measure(plan, weight, matrices, x)
 
-    def _measure(self, weight: ProductWeight, matrices: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+    def _measure(
+        self, plan: ProductPlan, weight: ProductWeight, matrices: Sequence[torch.Tensor], x: torch.Tensor
+    ) -> None:
+        found = self.found[plan.precision]
         whole = [matrix.T if weight.turned else matrix for matrix in matrices]
         sampled = [matrix[:: max(1, len(matrix) // SAMPLED_OUTPUTS)] for matrix in whole]
-        kept = all(self._plan.form(part, self._source, False, False).stored for part in weight.parts())
-        base = 8 if self._plan.precision == "int8" else 4
+        kept = all(plan.form(part, self._source, False, False).stored for part in weight.parts())
+        base = 8 if plan.precision == "int8" else 4
         factors = None if kept else self._best_factors(whole, sampled, x, base)
         if factors is not None:
-            self.found.smoothing[weight.parameters[0]] = factors.numpy()
+            found.smoothing[weight.parameters[0]] = factors.numpy()
         for part, rows in zip(weight.parts(), sampled, strict=True):
-            form = self._plan.form(part, self._source, factors is not None, False)
-            self.found.errors[part.parameters[0]] = {
+            form = plan.form(part, self._source, factors is not None, False)
+            found.errors[part.parameters[0]] = {
                 bits: self._error(rows, x, factors, bits, form.stored and form.bits <= bits) for bits in {base, 8}
             }
 
