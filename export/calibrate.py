@@ -107,7 +107,8 @@ class Calibrator:
     ) -> torch.Tensor | None:
         """Return the factors with the least error, or None if no smoothing is better enough than none."""
         of_input = x.abs().amax(0).clamp(min=1e-5)
-        of_weight = torch.stack([matrix.abs().amax(0) for matrix in whole]).amax(0).clamp(min=1e-5)
+        ends = [end for matrix in whole for end in (matrix.amax(0), -matrix.amin(0))]  # abs() would copy the matrix
+        of_weight = torch.stack(ends).amax(0).clamp(min=1e-5)
         rows = torch.cat(list(sampled))
         best, least = None, LEAST_GAIN * self._error(rows, x, None, bits, False)
         for strength in STRENGTHS:

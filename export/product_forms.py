@@ -124,8 +124,9 @@ def stored_arrays(
         rows, blocks = offsets.shape
         padded = np.pad(offsets, ((0, 0), (0, -blocks % BLOCK)))
         fitted = quantize.fit(padded, form.bits)
-        further = fitted.cut(BLOCK // form.block)
-        more = quantize.codes_of(padded, fitted, form.bits).reshape(rows, -1, form.block)[:, : further.scales.shape[1]]
+        kept = slice(None), slice(form.blocks(blocks * form.block) - blocks)
+        further = fitted.cut(BLOCK // form.block)[kept]
+        more = quantize.codes_of(padded, fitted, form.bits).reshape(rows, -1, form.block)[kept]
         codes = np.concatenate([codes, more], 1)
         scales, zeros = np.concatenate([scales, further.scales], 1), np.concatenate([zeros, further.zeros], 1)
     return quantize.packed(codes, form.bits), scales, quantize.packed(zeros, form.bits)
