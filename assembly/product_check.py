@@ -128,7 +128,8 @@ def _covered(
     weight: ProductWeight, first: int, rows: int, traced: TracedVerifier
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the parameters from the number `first` on that have `rows` outputs together, and the outputs of each."""
-    parameters, sizes = [], []
+    parameters: list[str] = []
+    sizes: list[int] = []
     for part in weight.parts()[first:]:
         if sum(sizes) < rows:
             parameters.append(part.parameters[0])
@@ -261,7 +262,8 @@ def _rounded_inputs(x: Array, block: int) -> Array:
     blocks = x.reshape(len(x), -1, block)
     scales = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
     codes = np.rint(blocks / np.where(scales > 0, scales, 1))
-    return (codes * scales).reshape(x.shape).astype(np.float32)
+    rounded: Array = (codes * scales).reshape(x.shape).astype(np.float32)
+    return rounded
 
 
 def _stored_rows(folder: Path, stored: Mapping[str, WeightRef], product: _Product, rows: slice) -> Array:
@@ -272,7 +274,8 @@ def _stored_rows(folder: Path, stored: Mapping[str, WeightRef], product: _Produc
     if ref := stored.get(f"{product.stem}{names.ZEROS}"):
         zeros = _unpacked(_array(folder, ref, np.uint8, rows), product.bits)[:, : scales.shape[1], None]
     values = _unpacked(codes, product.bits).astype(np.float32) - zeros
-    return (values * scales[..., None]).reshape(len(codes), -1)
+    scaled: Array = (values * scales[..., None]).reshape(len(codes), -1)
+    return scaled
 
 
 def _unpacked(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

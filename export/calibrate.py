@@ -143,4 +143,5 @@ def rounded_inputs(x: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     blocks = nn.functional.pad(x, (0, -columns % block)).unflatten(-1, (-1, block))
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     codes = torch.round(blocks / torch.where(scales > 0, scales, 1))
-    return (codes * scales).flatten(-2)[..., :columns]
+    rounded: torch.Tensor = (codes * scales).flatten(-2)[..., :columns]
+    return rounded

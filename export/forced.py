@@ -55,7 +55,8 @@ def can_force(traced: TracedVerifier, parameters: Collection[str]) -> bool:
 
 def _multiplies(module: nn.Module) -> bool:
     """Return True if the module is one product with the parameter `weight`."""
-    return isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.dim() == 2  # type: ignore[union-attr]
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 def compare_forced(traced: TracedVerifier, recorded: Recorded, compare: Callable[[str, Array, Array], None]) -> None:
@@ -76,7 +77,7 @@ def compare_forced(traced: TracedVerifier, recorded: Recorded, compare: Callable
                 if table := next((name for name in its if name in recorded.rows), None):
                     module.register_forward_pre_hook(_rows_of(recorded.tokens, recorded.rows[table]))
             elif product := next((name for name in its if name in recorded.results), None):
-                module.forward = _forced(module, product, recorded, compare)  # type: ignore[method-assign]
+                module.forward = _forced(module, product, recorded, compare)
         logits = model(input_ids=torch.tensor([list(recorded.tokens)]), use_cache=False).logits[0]
     compare("logits", logits.float().numpy(), recorded.logits)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from threading import Lock
 
@@ -21,7 +22,7 @@ from redraft import names
 from redraft.export import product_forms
 from redraft.export.product_forms import UNROUNDED, Form, ProductPlan
 from redraft.export.product_weights import ProductWeight, before_attention, feeds
-from redraft.export.quantize import SYMMETRIC
+from redraft.export.quantize import SYMMETRIC, Grid
 from redraft.export.sources import AnySource
 from redraft.export.weight_files import ONNX_TYPES, NewTensor, Slabs
 from redraft.names import WeightRef
@@ -202,7 +203,7 @@ class _Quantizer:
         def make() -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
             coded = [product_forms.coded(part, source, form, factors) for part in group.parts()]
             codes = np.concatenate([codes for codes, _ in coded]) if len(coded) > 1 else coded[0][0]
-            grid = product_forms.Grid.joined([grid for _, grid in coded]) if len(coded) > 1 else coded[0][1]
+            grid = Grid.joined([grid for _, grid in coded]) if len(coded) > 1 else coded[0][1]
             return product_forms.stored_arrays(codes, grid, form)
 
         encoded = _Encoded(make)
@@ -213,7 +214,7 @@ class _Quantizer:
         }
         wanted = list(parts.items()) if form.zeros else list(parts.items())[:2]
         return [
-            NewTensor(f"{group.stem}{part}", dtype, shape, lambda number=number: encoded.take(number), encoded.prepare)
+            NewTensor(f"{group.stem}{part}", dtype, shape, partial(encoded.take, number), encoded.prepare)
             for number, (part, (dtype, shape)) in enumerate(wanted)
         ]
 
