@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+from redraft.garbage import return_memory
+
 Report = Callable[[str], None]
 """Receives one line of progress."""
 SECONDS_BETWEEN_LINES = 1.0
@@ -52,6 +54,7 @@ class BuildProgress:
             self._share = done / total if total else 0.0
 
         yield update
+        return_memory()
         self._share = 1.0
 
     def say(self, line: str) -> None:
