@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from redraft.assembly.models import GGUF, HUB_ID, Place, Report, find_model, find_recipe
-from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
+from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild, Precision
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
 
@@ -17,6 +17,50 @@ NO_DRAFTER, ALL_DRAFTERS = "none", "all"
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 """A whole number. The method refuses one that is out of range."""
 DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+TARGET = "target"
+PRECISION_FORM = "PRECISION[,KEY=VALUE…][,PRECISION…]"
+WEIGHT_BITS = (4, 8, 32)
+
+
+@dataclass(frozen=True)
+class PrecisionOption:
+    """A precision, its target as a share of perplexity, and bits by pattern of weights' names."""
+
+    precision: Precision
+    target: float | None = None
+    bits: tuple[tuple[str, int], ...] = ()
+
+
+def parse_precisions(text: str) -> list[PrecisionOption]:
+    """Return the precisions of `int4,target=2,*lm_head*=8,fp32`, each with the keys after it.
+
+    The key `target` is a rise of perplexity in percent. Other keys are patterns of weights' names, as in a shell, with
+    their bits. Raises UsageError for another form and for a repeated precision.
+    """
+    found: list[PrecisionOption] = []
+    for word in text.split(","):
+        key, equals, value = word.partition("=")
+        if not equals:
+            if word not in PRECISIONS or word in [one.precision for one in found]:
+                raise _not_precision(text, f"{word!r} is no precision, or is repeated")
+            found.append(PrecisionOption(next(name for name in PRECISIONS if name == word)))
+        elif not found or not key:
+            raise _not_precision(text, f"{word!r} belongs after a precision")
+        elif key == TARGET:
+            if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", value) or not float(value):
+                raise _not_precision(text, f"{word!r} is no rise of perplexity in percent, such as {TARGET}=2.5")
+            found[-1] = replace(found[-1], target=float(value) / 100)
+        elif value not in map(str, WEIGHT_BITS):
+            raise _not_precision(text, f"{word!r} does not give a pattern of weights 4, 8 or 32 bits")
+        else:
+            found[-1] = replace(found[-1], bits=(*found[-1].bits, (key, int(value))))
+    return found
+
+
+def _not_precision(text: str, why: str) -> UsageError:
+    known = ", ".join(PRECISIONS)
+    return UsageError(f"--precision {text!r}: {why}", f"give {PRECISION_FORM}, with precisions of {known}")
 
 
 def choose_drafters(
@@ -44,8 +88,8 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = la
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
     DIR is a drafter's folder, a model's folder or GGUF file, its Hugging Face id or recipe, `random`, `native`, or the
-    id of a recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown key, or a
-    repeated key, and CheckpointError for a folder without a drafter, a damaged file, and a download that fails.
+    id of a recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown key, or
+    a repeated key, and CheckpointError for a folder without a drafter, a damaged file, and a download that fails.
     """
     place, *pairs = text.split(",")
     values = _values(text, pairs)
@@ -136,8 +180,9 @@ def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
 def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
     """Return the options of `redraft build` that change `recipe` into `config`."""
     options: list[str] = []
-    if config.precision != recipe.precision:
-        options += ["--precision", config.precision]
+    if (config.precision, config.target, config.bits) != (recipe.precision, recipe.target, recipe.bits):
+        target = [] if config.target is None else [f"{TARGET}={100 * config.target:g}"]
+        options += ["--precision", ",".join([config.precision, *target, *(f"{k}={v}" for k, v in config.bits)])]
     if config.backend != recipe.backend:
         options += ["--backend", config.backend]
     if config.max_model_len != recipe.max_model_len:

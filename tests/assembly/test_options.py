@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from redraft.assembly import models
-from redraft.assembly.options import choose_drafters, options_of
-from redraft.cli.build_options import Precision, Weights, choose
+from redraft.assembly.options import choose_drafters, options_of, parse_precisions
+from redraft.cli.build_options import Weights, choose
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import RedraftError, UsageError
 
@@ -110,7 +110,7 @@ def test_listed_options_make_the_same_configuration_again(recipe: BuildConfig, c
     precision, max_model_len = (values.get(flag) for flag in ("--precision", "--max-model-len"))
     found = choose(
         recipe,
-        Precision(precision) if precision else None,
+        parse_precisions(precision)[0] if precision else None,
         None,
         Weights(values.get("--weights", "checkpoint")),
         int(max_model_len) if max_model_len else None,
