@@ -59,8 +59,8 @@ def build(
         typer.Option(
             metavar=DRAFTER_FORM,
             help="A drafter for this model, any number of times; `none` builds none. DIR is its folder; a smaller "
-            "model's folder, GGUF file, recipe or Hub id; `native` for the module inside of the checkpoint; `random` for "
-            "latency work; or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
+            "model's folder, GGUF file, recipe or Hub id; `native` for the module inside of the checkpoint; `random` "
+            "for latency work; or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
         ),
     ] = None,
     eval_text: Annotated[
