@@ -6,12 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from redraft.assembly.models import GGUF, HUB_ID, Place, Report, find_model, find_recipe
 from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild, Precision
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
+
+if TYPE_CHECKING:
+    from redraft.assembly.models import Report
 
 NO_DRAFTER, ALL_DRAFTERS = "none", "all"
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
@@ -88,8 +90,9 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = la
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
     DIR is a drafter's folder, a model's folder or GGUF file, its Hugging Face id or recipe, `random`, `native`, or the
-    id of a recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown key, or
-    a repeated key, and CheckpointError for a folder without a drafter, a damaged file, and a download that fails.
+    id of a recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown or
+    repeated key, and a path without a file; CheckpointError for a folder without a drafter, a damaged file, and a
+    download that fails.
     """
     place, *pairs = text.split(",")
     values = _values(text, pairs)
@@ -142,6 +145,8 @@ def _located(source: str, report: Report) -> str:
 
     Raises as `find_model` does for GGUF files, recipes and ids.
     """
+    from redraft.assembly.models import GGUF, HUB_ID, Place, find_model, find_recipe
+
     recipe = find_recipe(source)
     if Path(source).is_dir() or not (recipe or source.endswith(GGUF) or HUB_ID.fullmatch(source)):
         return source
@@ -155,12 +160,17 @@ def _method_of(text: str, source: str, drafter: str) -> str:
         raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
     if source == NATIVE:
         return native_method()
-    if not Path(source).exists():
+    from redraft.assembly.models import GGUF
+
+    if not Path(source).is_dir() and not source.endswith(GGUF):
         raise UsageError(
             f"--drafter {text!r}: there is no folder {source}",
             "give a drafter's folder; or a smaller model's folder, GGUF file, recipe or Hugging Face id",
         )
-    from redraft.export.drafters.published import named_method
+    from redraft.export.checkpoint import check_folder
+
+    check_folder(Path(source))
+    from redraft.export.drafters.published import named_method  # after the check, since it imports torch
 
     return named_method(Path(source), drafter)
 

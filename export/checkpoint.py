@@ -130,6 +130,12 @@ class AnyCheckpoint(Protocol):
         """SHA-256 of one of the files, hexadecimal."""
 
 
+def check_folder(root: Path) -> None:
+    """Raise CheckpointError for a folder of GGUF files, which are not parts of one checkpoint."""
+    if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
+        raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A validated checkpoint directory: every file present, every tensor's bytes inside its file.
@@ -151,8 +157,7 @@ class Checkpoint:
         root = Path(path)
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a directory", "give the directory of a Hugging Face checkpoint")
-        if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
-            raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
+        check_folder(root)
         config = _read_json(root / "config.json", f"{root} is not a Hugging Face checkpoint: it has no config.json")
         if not weights:
             return cls(root, config, {})
