@@ -16,6 +16,7 @@ from pathlib import Path
 
 _PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_SMALLEST_REQUEST = 8 * _PAGE_BYTES
 _MAPS = Path("/proc/self/maps")
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
 
@@ -58,5 +59,10 @@ def _collapse(span: Span) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     madvise(begin, end - begin, _MADV_HUGEPAGE)
-    for page in range(begin, end, _PAGE_BYTES):  # one by one: the first page that declines would end the rest
-        madvise(page, _PAGE_BYTES, _MADV_COLLAPSE)
+    # Each request interrupts all processors. A page that declines ends the rest of its request, so these are halved.
+    waiting = [(begin, end)]
+    while waiting:
+        begin, end = waiting.pop()
+        if madvise(begin, end - begin, _MADV_COLLAPSE) and end - begin > _SMALLEST_REQUEST:
+            middle = begin + (end - begin) // 2 // _PAGE_BYTES * _PAGE_BYTES
+            waiting += [(middle, end), (begin, middle)]
