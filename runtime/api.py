@@ -87,7 +87,7 @@ class Runtime:
         exact:  True if a text must be the same to the bit alone, in a batch and with any method (`exactness`).
                 False uses kernels that compute single tokens of one sequence a few percent faster. They round
                 differently from kernels for several tokens, so most longer texts differ in 8 and 4 bits.
-        The first opening on a machine takes a second longer, since it measures verification costs.
+        The first opening on a machine takes up to three seconds longer: it checks kernels and measures their costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, for more than MOST_THREADS,
         or an unknown device.
         """

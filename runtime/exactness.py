@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from redraft.runtime.host_step import HostSteps
 from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
 from redraft.runtime.tree import chain, exact_part
 from redraft.runtime.verifier import Verifier
@@ -101,29 +100,32 @@ def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArr
     base = count - _VARIED
     generator = np.random.default_rng(_SEED)
     text, other = generator.integers(0, verifier.vocabulary, (2, count))
-    steps = verifier.steps
-    assert isinstance(steps, HostSteps), "only the host's kernels are compared"
-    steps.fill_random(base, generator)
+    caches = [rows[0] for rows in verifier.steps.host_kv()]  # [H_kv, C, D]
+    for rows in caches:  # small keys, so that every row has a share in the attentions' sums
+        rows[:, :base] = 0.1 * generator.standard_normal(rows[:, :base].shape, np.float32)
     (last,) = verifier.logits([chain(text[base:])], [base])
-    rows_of_text = steps.kv[:, 0, :, base:count]
-    kept = rows_of_text.copy()
+    text_rows = [rows[:, base:count].copy() for rows in caches]
+
+    def restore() -> None:
+        for rows, kept in zip(caches, text_rows, strict=True):
+            rows[:, base:count] = kept
 
     def logits(tree: DraftTree, start: int) -> FloatArray:
         """Return the logits of a tree over the rows of the text."""
-        rows_of_text[:] = kept
+        restore()
         (found,) = verifier.logits([tree], [start])
         return found
 
     for start in range(base, count, _APART):
         yield SINGLE_ROW, logits(chain(text[start : start + 1]), start), last[start - base :][:1]
-    for rows in _ROW_COUNTS:
-        yield "a few rows in a call", logits(chain(text[count - rows :]), count - rows), last[-rows:]
+    for few in _ROW_COUNTS:
+        yield "a few rows in a call", logits(chain(text[count - few :]), count - few), last[-few:]
     yield "the end of a prompt", verifier.chunk_logits(text[base:], base, _VARIED), last[-1:]
     for start in range(base, count - len(_PATH), _APART):
         tree = _tree(text[start:], other)
         if exact_part(tree, start, verifier.branches, verifier.block_rows) is tree:
             yield "a tree's branch", logits(tree, start)[_PATH], last[start - base :][: len(_PATH)]
-    rows_of_text[:] = kept
+    restore()
     for slot in range(1, verifier.max_num_seqs):
         verifier.move(0, slot, count)
     for max_num_seqs in sorted(

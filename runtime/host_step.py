@@ -91,14 +91,9 @@ class HostSteps:
         """Copy the first `rows` rows of slot `source` to slot `target`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
-    def fill_random(self, rows: int, generator: np.random.Generator) -> None:
-        """Fill the first `rows` rows of slot 0 with random numbers, in place of those of a text.
-
-        Their keys are small, so that every row has a share in the attentions' sums.
-        """
-        layer = self.kv[0, 0, :, :rows]
-        for keys_or_values in self.kv[:, 0]:
-            keys_or_values[:, :rows] = 0.1 * generator.standard_normal(layer.shape, np.float32)
+    def host_kv(self) -> list[Array]:
+        """Return the keys and values of every layer, each [slots, H_kv, C, D]."""
+        return list(self.kv)
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
         """Return the step for such trees."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Buffer, Device
+from redraft.engines.device import Array, Buffer, Device
 from redraft.runtime.device_tree import TreeStore, calls_of
 from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.limits import Limits
@@ -127,6 +127,9 @@ class Steps(Protocol):
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy at least the first `rows` rows of slot `source` to slot `target`."""
+
+    def host_kv(self) -> list[Array]:
+        """Return the keys and values of every layer, each [slots, H_kv, C, D], if the device is the host."""
 
     def take_branches(self) -> None:
         """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
