@@ -64,12 +64,15 @@ class Calls:
             call = self._calls[key] = self.make(sizes)
         return call
 
-    def make(self, sizes: Mapping[str, int], first: int = 0, like: Call | None = None) -> Call:
+    def make(
+        self, sizes: Mapping[str, int], first: int = 0, like: Call | None = None,
+        arrays: Mapping[str, Array] | None = None,
+    ) -> Call:  # fmt: skip
         """Return a call for these sizes without storing it.
 
-            first: index of the bound arrays' first entry to use.   like: a call of the same sizes, whose arrays the new
-            one
-        shares. Raises ValueError like `prepare`.
+        first:  index of the bound arrays' first entry to use.
+        like:   a call of the same sizes, whose arrays the new one shares.   arrays: others to use, by name.
+        Raises ValueError like `prepare`.
         """
         updated = {spec.in_place_of for spec in self.outputs if spec.in_place_of}
         if unbound := sorted(updated - set(self._bound)):
@@ -82,12 +85,13 @@ class Calls:
             raise ValueError(
                 f"expected sizes of {', '.join(sorted(symbols))}, found {', '.join(sorted(sizes)) or 'none'}"
             )
-        arrays = {name: self._part(name, sizes, first) for name in self._bound}
-        arrays |= {**like.inputs, **like.outputs} if like else {n: aligned(spec, sizes) for n, spec in own.items()}
-        arrays |= {spec.name: arrays[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
-        buffers = {name: HostBuffer.of(self._dtypes[name], array) for name, array in arrays.items()}
+        given = {**like.inputs, **like.outputs} if like else arrays or {}
+        used = {name: self._part(name, sizes, first) for name in self._bound}
+        used |= {name: given[name] if name in given else aligned(spec, sizes) for name, spec in own.items()}
+        used |= {spec.name: used[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
+        buffers = {name: HostBuffer.of(self._dtypes[name], array) for name, array in used.items()}
         run = self._program.bind(buffers)
-        return Call({name: arrays[name] for name in inputs}, {name: arrays[name] for name in outputs}, run)
+        return Call({name: used[name] for name in inputs}, {name: used[name] for name in outputs}, run)
 
     @property
     def _dtypes(self) -> dict[str, Dtype]:

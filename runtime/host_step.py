@@ -6,14 +6,16 @@ are masks of each tree shape.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from redraft import names
-from redraft.engines.calls import Call, Calls
-from redraft.engines.device import Array, Buffer, Device, numpy_type
+from redraft.engines.calls import Call, Calls, aligned
+from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
 from redraft.engines.host_buffer import HostBuffer, array_of
 from redraft.runtime.limits import Limits
 from redraft.runtime.recent import Recent
@@ -29,6 +31,8 @@ Pending = Sequence[Sequence[int] | None]
 """Rows that are already pending, by reader and sequence; None if a reader reads nothing."""
 MOST_PREFILLS = 64
 """Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
+MOST_WIDTHS = 8
+"""Most widths of prompt chunks that are stored. Each has a row of logits."""
 
 
 class HostSteps:
@@ -49,12 +53,18 @@ class HostSteps:
         rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that one copy moves a row of all layers.
         self.kv: Array = np.zeros((2 * shape.layers, *rows), numpy_type(shape.dtype))
+        first_rows = self.kv[:, 0, :, 0]
+        # The first rows of a slot take memory, large page by large page, while another core loads the engine.
+        touching = threading.Thread(target=first_rows.fill, args=(0,))
+        touching.start()
         self._engine = self._opened(names.VERIFIER)
+        touching.join()
+        self._logits: FloatArray = np.empty(0, np.float32)
         self._trees = self._engine if _takes_trees(self._engine) else None
         self.branches = self._trees is not None
         self.prefers_chains = not self.branches
         self._made: dict[tuple[int, int, bool], HostStep] = {}
-        self._prefills: dict[tuple[int, int], HostPrefill] = {}
+        self._prefills: Recent[tuple[int, int], HostPrefill] = Recent(MOST_WIDTHS)
 
     def _opened(self, graph: str) -> Calls:
         engine = Calls(self._device.program(graph))
@@ -105,15 +115,26 @@ class HostSteps:
         if step is None:
             engine = self._trees if branched else self._engine
             assert engine is not None, "trees that branch need take_branches first"
-            step = self._made[key] = HostStep(self, engine.make(_sizes(engine, len(trees), width, width)), width)
+            sizes = _sizes(engine, len(trees), width, width)
+            logits = {names.LOGITS: self._shared_logits(engine, sizes)}
+            step = self._made[key] = HostStep(self, engine.make(sizes, arrays=logits), width)
         return step
+
+    def _shared_logits(self, engine: Calls, sizes: dict[str, int]) -> FloatArray:
+        """Return the logits of a step. All steps share their memory: 32 rows of a large vocabulary take 20 MB."""
+        (spec,) = (spec for spec in engine.outputs if spec.name == names.LOGITS)
+        shape = sized(spec.shape, sizes)
+        if self._logits.size < math.prod(shape):
+            self._made.clear()
+            self._logits = aligned(spec, {**sizes, "R": 1 << (sizes["R"] - 1).bit_length()}).reshape(-1)
+        return self._logits[: math.prod(shape)].reshape(shape)
 
     def prefill(self, width: int, slot: int) -> HostPrefill:
         """Return the step for chunks of `width` tokens in a slot. The steps of all slots share arrays."""
         key = (width, self.fewest_rows)
         step = self._prefills.get(key)
         if step is None:
-            step = self._prefills[key] = HostPrefill(self, self._engine, width, self.fewest_rows)
+            step = self._prefills.add(key, HostPrefill(self, self._engine, width, self.fewest_rows))
         step.take(slot)
         return step
 
