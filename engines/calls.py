@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from redraft.engines.device import Array, Program, Run, numpy_type, sized
-from redraft.engines.host_buffer import HostBuffer
+from redraft.engines.host_buffer import HostBuffer, aligned_zeros
 from redraft.names import Dtype, TensorSpec
 
 _ALIGNMENT_BYTES = 64
@@ -113,12 +111,7 @@ class Calls:
 
 def aligned(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
     """Return an array of zeros of the tensor's shape, aligned to a cache line."""
-    shape = sized(spec.shape, sizes)
-    dtype = numpy_type(spec.dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return aligned_zeros(sized(spec.shape, sizes), numpy_type(spec.dtype), _ALIGNMENT_BYTES)
 
 
 def _fits(spec: TensorSpec, shape: tuple[int, ...]) -> bool:

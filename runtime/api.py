@@ -106,9 +106,10 @@ class Runtime:
         largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
         if largest is not None:
             check_max_num_seqs(largest[0], max_num_seqs)
+        # First, since the engine takes the memory that reading a tokenizer leaves.
+        tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         opened = open_device(bundle, device, threads) if device else open_host(bundle, threads, max_num_seqs, exact)
         verifier = open_verifier(bundle, opened, max_num_seqs, largest_tree=largest[1] if largest else sys.maxsize)
-        tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         identity = _identity(bundle, opened, threads, max_num_seqs)
         if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)

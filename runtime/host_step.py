@@ -16,7 +16,8 @@ import numpy as np
 from redraft import names
 from redraft.engines.calls import Call, Calls, aligned
 from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
-from redraft.engines.host_buffer import HostBuffer, array_of
+from redraft.engines.host_buffer import HostBuffer, aligned_zeros, array_of
+from redraft.engines.huge_pages import LARGE_PAGE_BYTES
 from redraft.runtime.limits import Limits
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence as Request
@@ -52,7 +53,8 @@ class HostSteps:
         self._layers = shape.layers
         rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that one copy moves a row of all layers.
-        self.kv: Array = np.zeros((2 * shape.layers, *rows), numpy_type(shape.dtype))
+        # It begins with a large page: a head's first rows would else take two of them.
+        self.kv: Array = aligned_zeros((2 * shape.layers, *rows), numpy_type(shape.dtype), LARGE_PAGE_BYTES)
         first_rows = self.kv[:, 0, :, 0]
         # The first rows of a slot take memory, large page by large page, while another core loads the engine.
         touching = threading.Thread(target=first_rows.fill, args=(0,))
