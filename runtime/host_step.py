@@ -17,6 +17,7 @@ from redraft import names
 from redraft.engines.calls import Call, Calls, aligned
 from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
 from redraft.engines.host_buffer import HostBuffer, aligned_zeros, array_of
+from redraft.engines.host_device import HostDevice
 from redraft.engines.huge_pages import LARGE_PAGE_BYTES
 from redraft.runtime.limits import Limits
 from redraft.runtime.recent import Recent
@@ -39,8 +40,8 @@ MOST_WIDTHS = 8
 class HostSteps:
     """Steps of the host, as `redraft.runtime.verifier.Steps`.
 
-    An engine without a mask accepts chains only. Trees that branch then need a second engine over the same KV buffers,
-    which `take_branches` opens.
+    An engine without a mask accepts chains only. Trees that branch then need another engine over the same KV buffers,
+    which `take_branches` opens, in addition or in place of the first.
     """
 
     store = None
@@ -77,9 +78,18 @@ class HostSteps:
 
     def take_branches(self) -> None:
         """Open the engine for trees that branch. Raises BackendError if memory does not allow it."""
-        if self._trees is None:
+        one = isinstance(self._device, HostDevice) and not self._device.copies_weights
+        if self._trees is None and not one:
             self._trees = self._opened(names.VERIFIER_BATCH)
-            self.branches = True
+        elif self._trees is None:
+            self.forget()
+            del self._engine  # before the other loads, so that weights are in memory once
+            try:
+                self._engine = self._trees = self._opened(names.VERIFIER_BATCH)
+            except BaseException:
+                self._engine = self._opened(names.VERIFIER)
+                raise
+        self.branches = True
 
     def attach(self, reader: FeatureReader) -> None:
         """Gather features for a reader from now on."""

@@ -218,6 +218,7 @@ class Verifier:
 
     def take_branches(self) -> None:
         """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
+        self.__dict__.pop("_latest", None)  # a step of the engine that may be replaced
         self.steps.take_branches()
 
     def warm(self) -> None:

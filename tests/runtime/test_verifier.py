@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.engines import open_bundle
+from redraft.engines import host_device, open_bundle
 from redraft.engines.device import slots_of
 from redraft.engines.host_buffer import array_of
 from redraft.runtime import Runtime, SpeculationParams, api, graph_steps, speculators
@@ -160,6 +160,20 @@ def test_a_prompts_chunk_as_wide_as_a_tree_leaves_the_trees_step_as_it_was() -> 
     again = verifier.chunk_logits(text[:16], 0, 16)
     (alone,) = verifier.logits([chain(text[15:16])], [15])
     assert again.tobytes() == alone.tobytes()
+
+
+def test_a_bundle_with_drafters_and_large_weights_has_one_engine(
+    lyanna_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plain: list[list[int]],  # noqa: F811
+) -> None:
+    monkeypatch.setattr(host_device, "MOST_COPIED_BYTES", 0)
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+        assert runtime.verifier.branches
+        for way in ("none", SpeculationParams("lyanna", budget=FULL)):
+            found = runtime.generate(PROMPTS, PARAMS, way)
+            assert [list(generation.token_ids) for generation in found] == plain
+        assert not runtime.verifier.prefers_chains
 
 
 @pytest.mark.parametrize("fewest", [1, 2])
