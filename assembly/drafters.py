@@ -90,13 +90,14 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
     for drafter in config.drafters:
         path = Path(str(drafter.source))
         options = build_options(drafter, config)
-        if drafter.source == NATIVE or (drafter.source != RANDOM and is_plain_checkpoint(path)):
+        plain = drafter.source != RANDOM and is_plain_checkpoint(path)
+        if drafter.source == NATIVE or plain:
             what = "a checkpoint's module" if drafter.source == NATIVE else "a plain checkpoint"
             check_counted(drafter.id, options.draft_vocabulary, what)
-            if drafter.source != NATIVE:
-                _check_draft_model(drafter, path, checkpoint, config)
+        if drafter.source in (RANDOM, NATIVE) or recognise(path):
             continue
-        if drafter.source == RANDOM or recognise(path):
+        if plain:
+            _check_draft_model(drafter, path, checkpoint, config)
             continue
         opened = DrafterCheckpoint.open(path)
         settings = find_exporter(method_of(drafter).id).configure(opened, options)

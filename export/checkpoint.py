@@ -124,7 +124,7 @@ class AnyCheckpoint(Protocol):
         """Return True if a tensor has finite numbers only."""
 
     def grid(self, entry: TensorEntry) -> StoredGrid | None:
-        """The grid that a tensor is stored on, if it is quantized without a minimum."""
+        """The grid that a tensor is stored on, if it is quantized."""
 
     def digest(self, file: str) -> str:
         """SHA-256 of one of the files, hexadecimal."""
