@@ -201,7 +201,7 @@ class _Build:
         special = tokenizers.write_stand_in(folder, vocabulary) if stand_in else _write_text(checkpoint, folder)
         traced = self.traced()
         plan = _first_plan(config, traced)
-        reference = self._reference(traced, texts or {}, special.bos, tokens)
+        reference = self._reference(traced, texts or {}, tokens)
         if plan is not None and reference is not None:
             plan = replace(plan, smoothing=reference.calibrations[plan.precision].smoothing)
         base = Manifest(
@@ -232,9 +232,7 @@ class _Build:
         steps = _step_graphs(exported, any(record.rows != "none" for record in drafters.values()), folder)
         return replace(manifest, graphs={**manifest.graphs, **steps}, drafters=drafters)
 
-    def _reference(
-        self, traced: TracedVerifier, texts: Mapping[str, str], bos: int | None, tokens: int
-    ) -> Reference | None:
+    def _reference(self, traced: TracedVerifier, texts: Mapping[str, str], tokens: int) -> Reference | None:
         """Run the model in fp32 over the texts, unless a build of another precision has."""
         from redraft.runtime.tokenizer import load_tokenizer
 
@@ -245,7 +243,7 @@ class _Build:
             return shared.reference
         tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
         encoded = {kind: tokenizer.encode(text).ids for kind, text in texts.items()}
-        chosen = Texts.of(encoded, bos, tokens, traced.decoder.shape.max_positions)
+        chosen = Texts.of(encoded, tokens, traced.decoder.shape.max_positions)
         if chosen is None:
             return None
         plans = [plan for config in shared.configs if (plan := _first_plan(config, traced)) is not None]

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 TARGETS: Mapping[Precision, float] = {"int8": 0.005, "int4": 0.03}
 """Largest rise of perplexity by precision, as a share, on each kind of text."""
-SURE = 1.64
+SURE = 2.6
 """Standard errors by which a rise must be above its target to count, since few tokens are measured."""
 AIM = 0.7
 """Share of the target that a new choice aims for."""
 ROUNDS = 3
 """Choices that are built and measured after the first one."""
+WORST = 10
+"""Products that get more bits at first. Few outliers often cause most of a divergence."""
 NEXT = {4: 8, 8: 32}
 
 
@@ -41,28 +43,28 @@ def raised(
     plan: ProductPlan, products: Sequence[ProductWeight], source: AnySource, found: Calibration, quality: Quality,
     target: float,
 ) -> ProductPlan:  # fmt: skip
-    """Return the plan with more bits for the products that cost most for their size.
+    """Return the plan with more bits for some products: the WORST ones at first.
 
-    A bundle's divergence is taken to be proportional to the sum of its products' errors. The products with the largest
-    error by size get more bits until the divergence to expect is AIM of the target.
+    If these have more bits already, those get them whose errors are largest for their size. A bundle's divergence is
+    then taken to be proportional to the sum of its products' errors, and AIM of the target is what to expect.
     """
-    limit = AIM * math.log1p(target)
-    divergence = max(quality.divergence.values())
     errors = {weight: _error(plan, weight, source, found) for weight in products}
-    total = sum(now for now, _, _ in errors.values())
-    if not total:
-        return plan
     free = [weight for weight in errors if plan.fixed.isdisjoint(weight.parameters)]
-    candidates = sorted(free, key=lambda w: (errors[w][0] - errors[w][1]) / math.prod(w.shape(source)), reverse=True)
-    bits = dict(plan.bits)
-    for weight in candidates:
-        if divergence * total / sum(now for now, _, _ in errors.values()) <= limit:
-            break
-        now, later, more = errors[weight]
-        if later < now:
-            total -= now - later
-            bits |= dict.fromkeys(weight.parameters, more)
-    return replace(plan, bits=bits)
+    gains = {weight: errors[weight][0] - errors[weight][1] for weight in free}
+    chosen: list[ProductWeight] = []
+    if plan.bits.keys() <= plan.fixed:
+        chosen = sorted(free, key=lambda weight: gains[weight], reverse=True)[:WORST]
+    else:
+        total = sum(now for now, _, _ in errors.values())
+        enough = total * (1 - AIM * math.log1p(target) / max(*quality.divergence.values(), 1e-30))
+        gained = 0.0
+        for weight in sorted(free, key=lambda w: gains[w] / math.prod(w.shape(source)), reverse=True):
+            if gained >= enough:
+                break
+            chosen.append(weight)
+            gained += gains[weight]
+    more = {name: errors[weight][2] for weight in chosen if gains[weight] > 0 for name in weight.parameters}
+    return replace(plan, bits={**plan.bits, **more})
 
 
 def _error(plan: ProductPlan, weight: ProductWeight, source: AnySource, found: Calibration) -> tuple[float, float, int]:

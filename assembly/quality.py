@@ -37,19 +37,20 @@ class Texts:
     calibration: list[int]
 
     @classmethod
-    def of(cls, encoded: Mapping[str, list[int]], bos: int | None, tokens: int, longest: int) -> Texts | None:
+    def of(cls, encoded: Mapping[str, list[int]], tokens: int, longest: int) -> Texts | None:
         """Return the first tokens of each kind, `tokens` in all, and the ones after them for calibration.
 
-        encoded: token ids by kind.   longest: largest length of a sequence. Returns None without two tokens of a kind.
+        encoded: token ids by kind, as the tokenizer makes them for a prompt.   longest: largest length of a sequence.
+        Returns None without two tokens of a kind.
         """
-        texts = {kind: ids if not ids or bos is None or ids[0] == bos else [bos, *ids] for kind, ids in encoded.items()}
-        texts = {kind: ids for kind, ids in texts.items() if len(ids) > 1}
+        texts = {kind: ids for kind, ids in encoded.items() if len(ids) > 1}
         if not texts:
             return None
         length = min(-(-tokens // len(texts)), longest, *map(len, texts.values()))
         share = -(-length // len(texts))
         rest = [ids[length:][:share] or ids[:share] for ids in texts.values()]
-        mixed = [token for part in rest for token in part]
+        # A text's first token comes first here too: models often give it their largest activations.
+        mixed = [next(iter(texts.values()))[0], *(token for part in rest for token in part)]
         while len(mixed) < length:
             mixed += mixed
         return cls({kind: ids[:length] for kind, ids in texts.items()}, mixed[:length])
