@@ -23,6 +23,7 @@ from redraft.assembly.scoring import fill_chain
 from redraft.engines import Bundle, open_calls
 from redraft.engines.manifest import GraphRecord
 from redraft.errors import UnsupportedModelError
+from redraft.garbage import return_memory
 from redraft.names import TensorSpec, WeightRef
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def check_products(bundle: Bundle, traced: TracedVerifier, texts: Sequence[int])
     lookups = dict(_lookups(graph))
     tokens = list(texts)[: sum(CHUNKS)]
     found = _record(bundle, graph, products, lookups, tokens)
+    return_memory()
     worst = 0.0
     stored = {ref.initializer: ref for ref in bundle.manifest.weights}
     for product in products:

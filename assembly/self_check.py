@@ -11,6 +11,7 @@ import numpy as np
 from redraft.config import Precision
 from redraft.engines import Bundle, open_host
 from redraft.errors import UnsupportedModelError
+from redraft.garbage import return_memory
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
@@ -139,7 +140,9 @@ def check_graphs_agree(bundle: Bundle, texts: Sequence[Sequence[int]]) -> None:
     On most processors they are equal to the bit, which the first opening of a bundle checks. A graph that is wrong
     differs by more than a rounded product does.
     """
+    return_memory()
     alone = {number: _run(bundle, bundle.host_graph(True), [text])[0] for number, text in enumerate(texts[:1])}
+    return_memory()
     together = _run(bundle, bundle.host_graph(False), texts[:2])
     for number, one in alone.items():
         other = together[number]

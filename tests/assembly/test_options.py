@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from redraft.assembly import models
-from redraft.assembly.options import choose_drafters, options_of, parse_precisions
+from redraft.assembly.options import PrecisionOption, choose_drafters, options_of, parse_precisions
 from redraft.cli.build_options import Weights, choose
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import RedraftError, UsageError
@@ -158,3 +158,23 @@ def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**values, "method": "absent"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=lyanna"])
     assert found.method == "lyanna"
+
+
+def test_precisions_with_keys() -> None:
+    found = parse_precisions("int4,target=2.5,*lm_head*=8,*down_proj*=32,fp32")
+    assert found == [
+        PrecisionOption("int4", 0.025, (("*lm_head*", 8), ("*down_proj*", 32))),
+        PrecisionOption("fp32"),
+    ]
+    config = choose(BuildConfig(), found[0], None, Weights.checkpoint, None)
+    assert options_of(BuildConfig(), config) == ("--precision", "int4,target=2.5,*lm_head*=8,*down_proj*=32")
+    with pytest.raises(UsageError, match="fp32 of the backend onnxruntime has no target and no bits by weight"):
+        BuildConfig(target=0.1)
+
+
+@pytest.mark.parametrize(
+    "text", ["int5", "", "int4,int4", "target=2", "int4,target=0", "int4,target=x", "int4,a=5", "int4,=8"]
+)
+def test_precisions_of_another_form(text: str) -> None:
+    with pytest.raises(UsageError, match="--precision '"):
+        parse_precisions(text)
