@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from redraft.engines.manifest import Manifest
+if TYPE_CHECKING:
+    from redraft.engines.manifest import Manifest
 
 SURE = 1.96
 """Standard errors of a 95 % interval."""

@@ -92,7 +92,7 @@ def test_errors_are_those_of_build(optimum_cli: Run, arguments: tuple[str, ...],
 def test_interrupt_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
 ) -> None:
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("redraft.assembly.bundle.build_bundle", interrupted)
