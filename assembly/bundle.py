@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import redraft.engines
 import redraft.export
@@ -17,28 +19,31 @@ import redraft.methods
 from redraft import names, signatures
 from redraft.assembly import tokenizers
 from redraft.assembly.drafters import check_drafters, drafter_digests, resolve_drafters, stage_drafters
-from redraft.assembly.evaluation import perplexities
 from redraft.assembly.models import Model, Report
 from redraft.assembly.options import options_of
 from redraft.assembly.preflight import check_file, check_room
-from redraft.assembly.self_check import ROUNDED, check_bundle, known_texts
+from redraft.assembly.progress import BuildProgress
+from redraft.assembly.quality import DEFAULT_TOKENS, Reference, Texts, measure_quality, run_reference
+from redraft.assembly.self_check import check_bundle, check_graphs_agree, known_texts
 from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.host_memory import available_bytes
-from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
+from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, load_manifest
 from redraft.engines.tensorrt.tools import find_tools
-from redraft.errors import BackendError
+from redraft.errors import BackendError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
 from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from redraft.export.quiet import quiet_export
 from redraft.garbage import libraries_kept
 from redraft.interrupts import interrupts_deferred
+from redraft.names import TOKENIZER_FILE
 from redraft.packages import package_version
 
 if TYPE_CHECKING:
-    from redraft.export.verifier import VerifierExport
+    from redraft.export.product_forms import ProductPlan
+    from redraft.export.verifier import TracedVerifier, VerifierExport
 
 TOOLS = (
     "redraft", "torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "gguf",
@@ -47,27 +52,51 @@ SPARE_BYTES = 16 << 20
 GIB = 1 << 30
 CHECKED_NUMBERS = 1_000_000_000
 """Weights of the largest model that is checked whole. Only the first layers of larger models are checked."""
-COPIES = 3
-"""Copies of the fp32 weights in memory while a whole model is checked: transformers', the engine's, its packed ones."""
+COPIES = 2
+"""Copies of the fp32 weights in memory while a whole model is checked: the engine's, and its packed ones."""
+
+
+@dataclass
+class SharedWork:
+    """What builds of one model share: the trace, and the pass of the model in fp32, which measures all their products.
+
+    configs: of the builds, which differ in precision.
+    """
+
+    configs: Sequence[BuildConfig]
+    scratch: Path
+    traced: dict[tuple[Any, ...], TracedVerifier] = field(default_factory=dict)
+    reference: Reference | None = None
+
+
+@contextmanager
+def shared_work(configs: Sequence[BuildConfig]) -> Iterator[SharedWork]:
+    """Yield work to share between builds. Files of it are deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="redraft-") as folder:
+        yield SharedWork(configs, Path(folder))
 
 
 def build_bundle(
     model: Model, config: BuildConfig, out: Path, texts: Mapping[str, str], force: bool, report: Report,
-    check: bool = True,
+    check: bool = True, tokens: int = DEFAULT_TOKENS, shared: SharedWork | None = None,
 ) -> tuple[Manifest, bool]:  # fmt: skip
     """Build the bundle `out`, unless it is current.
 
-    check: compare the engines with transformers' own model before the final rename.
-    texts: held-out text by kind, for the perplexity in the manifest; not measured for random weights.
+    check: compare the engines with their reference before the final rename.
+    texts: held-out text by kind, for the quality in the manifest and for calibration; not used for random weights.
+    tokens: number of the texts' tokens to measure.   shared: work of builds of the same model in other precisions.
     Returns the manifest, and True if the bundle was current.
     Raises CheckpointError, UnsupportedModelError, BundleError.
     """
+    if shared is None:
+        with shared_work([config]) as alone:
+            return build_bundle(model, config, out, texts, force, report, check, tokens, alone)
     report("reading the checkpoint")
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     check_file(checkpoint)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
-    shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
+    shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True)), "tokens": str(tokens)}
     tools = find_tools(config) if config.backend == "tensorrt" else None
     checked = {} if check else {"check": "skipped"}
     key = _key(
@@ -77,25 +106,52 @@ def build_bundle(
     )
     if not force and is_current(out, key):
         return load_manifest(out), True
-    check_room(checkpoint, config, out, measured=bool(texts))
     config = resolve_drafters(config, checkpoint)  # imports PyTorch, which a current bundle must not wait for
     check_drafters(config, checkpoint, digests)
-    _load_libraries()
+    check_room(checkpoint, config, out, measured=bool(texts))
     with BundleWriter(out, model.name, force, config.random_weights) as writer:
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
-        manifest = _stage(checkpoint, digests, model, config, writer.staging, report)
-        weights = {name: digests[name] for name in checkpoint.files}
-        options = (*model.options, *options_of(model.build, config))
-        manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
-        if check and not config.random_weights:
-            _check(checkpoint, model, Bundle(writer.staging, manifest), out, report)
-        quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
-        if tools:
-            from redraft.engines.tensorrt.stage import stage_engines
+        with BuildProgress(report, _expected_seconds(checkpoint, config, texts, check, tokens)) as progress:
+            _load_libraries()
+            build = _Build(checkpoint, digests, model, config, writer.staging, progress, shared)
+            manifest = build.stage(texts, tokens)
+            weights = {name: digests[name] for name in checkpoint.files}
+            options = (*model.options, *options_of(model.build, config))
+            manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
+            if check and not config.random_weights:
+                _check(build, Bundle(writer.staging, manifest), out)
+            if tools:
+                from redraft.engines.tensorrt.stage import stage_engines
 
-            manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, report)
-        report("writing the bundle")
-        return writer.commit(replace(manifest, quality=quality)), False
+                manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, progress.say)
+            with progress.stage(WRITE):
+                return writer.commit(manifest), False
+
+
+TRACE, REFERENCE, WEIGHTS, MEASURE, DRAFTERS, CHECK, WRITE = (
+    "tracing the model", "running the model in fp32", "writing weights", "measuring quality", "building drafters",
+    "checking engines", "finishing the bundle",
+)  # fmt: skip
+"""Stages of a build, in order."""
+
+
+def _expected_seconds(
+    checkpoint: AnyCheckpoint, config: BuildConfig, texts: Mapping[str, str], check: bool, tokens: int
+) -> dict[str, float]:
+    """Return the expected seconds of each stage on two cores, from the sizes of the work."""
+    layers = int(checkpoint.config.get("num_hidden_layers") or 24)
+    billions = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()) / 1e9
+    rounded = config.rounds_products
+    measured = bool(texts) * tokens / 1000
+    return {
+        TRACE: 5 + 0.6 * layers,
+        REFERENCE: measured * (2 + 22 * billions),
+        WEIGHTS: 1 + (8 if rounded else 1) * billions,
+        MEASURE: measured * (2 + 14 * billions),
+        DRAFTERS: 8.0 * len(config.drafters),
+        CHECK: check * (5 + 6 * billions if rounded else 10 + 10 * billions),
+        WRITE: 1 + 3 * billions,
+    }
 
 
 def _load_libraries() -> None:
@@ -107,53 +163,154 @@ def _load_libraries() -> None:
         import redraft.export.weights  # noqa: F401
 
 
-def _stage(
-    checkpoint: AnyCheckpoint, digests: Mapping[str, str], model: Model, config: BuildConfig, folder: Path,
-    report: Report, layers: int | None = None,
-) -> Manifest:  # fmt: skip
-    """Write every file of a bundle except the manifest. Returns the manifest without digests."""
-    report("loading the exporter")
-    from redraft.export import support  # imports torch, which a current bundle must not wait for
-    from redraft.export.verifier import export_verifier
+@dataclass
+class _Build:
+    """One build: its inputs, and the folder that gets its files."""
 
-    architecture = support.load_config(checkpoint)
-    support.check_shape(architecture, model.shape, model.source)
-    stand_in = config.random_weights and not _has_tokenizer(checkpoint)
-    special = (
-        tokenizers.write_stand_in(folder, architecture.get_text_config(decoder=True).vocab_size)
-        if stand_in
-        else _write_text(checkpoint, folder)
-    )
-    quiet_export()
-    exported = export_verifier(checkpoint, folder, config, lambda *stage: report(_stage_line(*stage)), layers)
-    drafters = stage_drafters(checkpoint, digests, exported, config, folder, report)
-    return Manifest(
-        name=model.name,
-        model=ModelIdentity(
-            source=model.source,
-            architecture=next(iter(checkpoint.config.get("architectures") or ()), "unknown"),
-            weights={},
-            random_weights=config.random_weights,
-            random_drafters=tuple(drafter.id for drafter in config.drafters if drafter.source == RANDOM),
-            stand_in_tokenizer=stand_in,
-            inexact=checkpoint.inexact(config.precision) if isinstance(checkpoint, GgufCheckpoint) else (),
-        ),
-        backend=config.backend,
-        backend_version=package_version("onnxruntime") or "unknown",
-        precision=config.precision,
-        shape=exported.shape,
-        max_model_len=exported.shape.max_positions,
-        bos_token_id=special.bos,
-        eos_token_ids=special.eos,
-        hidden_states=exported.hidden_states,
-        graphs={
-            **_graphs(exported, folder),
-            **_step_graphs(exported, any(record.rows != "none" for record in drafters.values()), folder),
-        },
-        weights=exported.weights,
-        drafters=drafters,
-        tools=_tools(),
-    )
+    checkpoint: AnyCheckpoint
+    digests: Mapping[str, str]
+    model: Model
+    config: BuildConfig
+    folder: Path
+    progress: BuildProgress
+    shared: SharedWork
+    layers: int | None = None
+
+    def traced(self) -> TracedVerifier:
+        """Return the traced graph, of the first `layers` layers if they are given."""
+        from redraft.export import support
+        from redraft.export.verifier import trace_verifier
+
+        config = self.config
+        key = (config.compute_dtype, config.hidden_states, config.max_model_len, config.random_weights, self.layers)
+        if key not in self.shared.traced:
+            architecture = support.load_config(self.checkpoint)
+            support.check_shape(architecture, self.model.shape, self.model.source)
+            quiet_export()
+            with self.progress.stage(TRACE):
+                self.shared.traced[key] = trace_verifier(self.checkpoint, config, layers=self.layers)
+        return self.shared.traced[key]
+
+    def stage(self, texts: Mapping[str, str] | None = None, tokens: int = DEFAULT_TOKENS) -> Manifest:
+        """Write every file of a bundle except the manifest. Returns the manifest without digests."""
+        from redraft.export import support
+
+        checkpoint, config, folder = self.checkpoint, self.config, self.folder
+        stand_in = config.random_weights and not _has_tokenizer(checkpoint)
+        vocabulary = support.load_config(checkpoint).get_text_config(decoder=True).vocab_size
+        special = tokenizers.write_stand_in(folder, vocabulary) if stand_in else _write_text(checkpoint, folder)
+        traced = self.traced()
+        plan = _first_plan(config, traced)
+        reference = self._reference(traced, texts or {}, tokens)
+        if plan is not None and reference is not None:
+            plan = replace(plan, smoothing=reference.calibrations[plan.precision].smoothing)
+        base = Manifest(
+            name=self.model.name,
+            model=ModelIdentity(
+                source=self.model.source,
+                architecture=next(iter(checkpoint.config.get("architectures") or ()), "unknown"),
+                weights={},
+                random_weights=config.random_weights,
+                random_drafters=tuple(drafter.id for drafter in config.drafters if drafter.source == RANDOM),
+                stand_in_tokenizer=stand_in,
+                inexact=checkpoint.inexact() if isinstance(checkpoint, GgufCheckpoint) else (),
+            ),
+            backend=config.backend,
+            backend_version=package_version("onnxruntime") or "unknown",
+            precision=config.precision,
+            shape=traced.decoder.shape,
+            max_model_len=traced.decoder.shape.max_positions,
+            bos_token_id=special.bos,
+            eos_token_ids=special.eos,
+            hidden_states=traced.hidden_states,
+            graphs={},
+            tools=_tools(),
+        )
+        exported, manifest = self._best(traced, base, plan, reference)
+        with self.progress.stage(DRAFTERS):
+            drafters = stage_drafters(checkpoint, self.digests, exported, config, folder, self.progress.say)
+        steps = _step_graphs(exported, any(record.rows != "none" for record in drafters.values()), folder)
+        return replace(manifest, graphs={**manifest.graphs, **steps}, drafters=drafters)
+
+    def _reference(self, traced: TracedVerifier, texts: Mapping[str, str], tokens: int) -> Reference | None:
+        """Run the model in fp32 over the texts, unless a build of another precision has."""
+        from redraft.runtime.tokenizer import load_tokenizer
+
+        if not texts or self.config.random_weights or self.config.backend != "onnxruntime":
+            return None
+        shared = self.shared
+        if shared.reference is not None:
+            return shared.reference
+        tokenizer = load_tokenizer(self.folder / TOKENIZER_FILE)
+        encoded = {kind: tokenizer.encode(text).ids for kind, text in texts.items()}
+        chosen = Texts.of(encoded, tokens, traced.decoder.shape.max_positions)
+        if chosen is None:
+            return None
+        plans = [plan for config in shared.configs if (plan := _first_plan(config, traced)) is not None]
+        with self.progress.stage(REFERENCE) as done:
+            shared.reference = run_reference(traced, chosen, plans, shared.scratch, done)
+        return shared.reference
+
+    def _best(
+        self, traced: TracedVerifier, manifest: Manifest, plan: ProductPlan | None, reference: Reference | None
+    ) -> tuple[VerifierExport, Manifest]:
+        """Write and measure the verifier, with more bits for some products until it meets the precision's target."""
+        from redraft.assembly.precisions import ROUNDS, TARGETS, describe_choice, describe_target, misses, raised
+
+        precision = self.config.precision
+        for again in range(ROUNDS + 1):
+            exported, manifest = self._written(traced, manifest, plan)
+            if reference is None:
+                break
+            with self.progress.stage(MEASURE) as done:
+                quality = measure_quality(Bundle(self.folder, manifest), reference, done)
+            manifest = replace(manifest, quality=quality)
+            if plan is None:
+                break
+            found = reference.calibrations[precision]
+            target = TARGETS[precision] if self.config.target is None else self.config.target
+            choices = (describe_target(precision, quality, target), *describe_choice(plan, traced.products, found))
+            manifest = replace(manifest, choices=choices)
+            if again == ROUNDS or not misses(quality, target):
+                break
+            better = raised(plan, traced.products, traced.source, found, quality, target)
+            if better.bits == plan.bits:
+                break
+            self.progress.say(f"{precision} misses its target: {len(better.bits)} weights get more bits")
+            plan = better
+        return exported, manifest
+
+    def _written(
+        self, traced: TracedVerifier, manifest: Manifest, plan: ProductPlan | None
+    ) -> tuple[VerifierExport, Manifest]:
+        """Write the verifier's weights and graphs."""
+        from redraft.export.verifier import write_verifier
+
+        with self.progress.stage(WEIGHTS) as done:
+            exported = write_verifier(
+                traced, self.folder, self.config, lambda stage, part, whole: done(part, whole), plan
+            )
+            graphs = _graphs(exported, self.folder)
+        return exported, replace(manifest, graphs=graphs, weights=exported.weights)
+
+
+def _first_plan(config: BuildConfig, traced: TracedVerifier) -> ProductPlan | None:
+    """Return the plan with the bits that the user chose, None for a precision whose products are not rounded.
+
+    Raises UsageError for a pattern without a weight.
+    """
+    from redraft.export.product_forms import ProductPlan
+
+    if not config.rounds_products:
+        return None
+    parameters = [name for weight in traced.products for name in weight.parameters]
+    bits: dict[str, int] = {}
+    for pattern, its in config.bits:
+        chosen = fnmatch.filter(parameters, pattern)
+        if not chosen:
+            raise UsageError(f"no product's weight has a name like {pattern!r}", f"names are such as {parameters[0]}")
+        bits |= dict.fromkeys(chosen, its)
+    return ProductPlan(config.precision, bits=bits, fixed=frozenset(bits))
 
 
 def _has_tokenizer(checkpoint: AnyCheckpoint) -> bool:
@@ -196,55 +353,48 @@ def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[
     return {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
 
 
-def _quality(
-    checkpoint: AnyCheckpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
-) -> Quality | None:
-    """Return the perplexity of the bundle and of its model in fp32, which it builds and deletes."""
-    if not texts:
-        return None
-    report("measuring perplexity on held-out text")
-    measured = perplexities(staged, texts)
-    if staged.manifest.precision == "fp32":
-        return Quality(measured, measured)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-fp32-", dir=out.parent) as folder:
-        exact = BuildConfig(precision="fp32", max_model_len=staged.manifest.max_model_len)
-        manifest = _stage(checkpoint, {}, model, exact, Path(folder), report)
-        return Quality(measured, perplexities(Bundle(Path(folder), manifest), texts))
+def _check(build: _Build, staged: Bundle, out: Path) -> None:
+    """Compare the staged engines with their reference. Raises UnsupportedModelError if they differ.
 
-
-def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, report: Report) -> None:
-    """Compare the staged engines with transformers' own model. Raises UnsupportedModelError if they differ.
-
-    Raises BackendError if memory is too small, since only the user may skip the comparison. In fp32, the engines must
-    agree to rounding. In other precisions, an fp32 export of the first layers must agree to rounding, and the engines
-    as well as their precision allows. If memory cannot hold three copies of an fp32 model, only its first layers are
-    compared. Engines that do not fit in memory, or that the CPU cannot run, are not compared.
+    Engines that round their products are compared with products over the same rounded weights and inputs, and what is
+    between the products with transformers' own modules. In fp32, logits must agree with transformers'. Of other
+    precisions, and if memory cannot hold the fp32 engines, an fp32 export of the first layers must. Raises BackendError
+    if memory is too small, since only the user may skip the comparison.
     """
+    from redraft.assembly.product_check import check_products
     from redraft.export.reference import count_numbers, enough_layers, reference_logits
 
-    report("checking against transformers")
-    manifest = staged.manifest
+    progress, manifest, checkpoint = build.progress, staged.manifest, build.checkpoint
     texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
-    numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
-    whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
-    exact = whole and manifest.precision == "fp32"
-    if whole and (exact or (manifest.precision in ROUNDED and manifest.backend == "onnxruntime")):
-        compared = check_bundle(staged, texts, reference_logits(checkpoint, texts), manifest.precision)
-        report(compared.describe("" if exact else f"{manifest.precision}, which rounds"))
-    if exact:
-        return
-    layers = enough_layers(checkpoint)
-    needed, available = COPIES * 4 * count_numbers(checkpoint, layers), available_bytes()
-    if available is not None and needed > available:
-        raise BackendError(
-            f"checking {layers} layers in fp32 takes {needed / GIB:.1f} GiB of memory; {available / GIB:.1f} are free",
-            "free memory, or build with --skip-check",
-        )
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-check-", dir=out.parent) as folder:
-        config = BuildConfig(precision="fp32", max_model_len=manifest.max_model_len)
-        first = _stage(checkpoint, {}, model, config, Path(folder), report, layers)
-        compared = check_bundle(Bundle(Path(folder), first), texts, reference_logits(checkpoint, texts, layers), "fp32")
-        report(compared.describe(f"the same graph without rounding, first {layers} layers"))
+    with progress.stage(CHECK):
+        if build.config.rounds_products:
+            compared = check_products(staged, build.traced(), texts[0])
+            progress.say(compared.describe())
+            check_graphs_agree(staged, texts)
+            if compared.between:
+                return
+        numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+        whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
+        if whole and manifest.precision in ("fp32", "fp16") and manifest.backend == "onnxruntime":
+            logits = reference_logits(checkpoint, texts)
+            progress.say(check_bundle(staged, texts, logits, manifest.precision).describe())
+            if manifest.precision == "fp32":
+                return
+        layers = enough_layers(checkpoint)
+        needed, available = COPIES * 4 * count_numbers(checkpoint, layers), available_bytes()
+        if available is not None and needed > available:
+            raise BackendError(
+                f"checking {layers} layers in fp32 takes {needed / GIB:.1f} GiB of memory; {available / GIB:.1f} are "
+                "free",
+                "free memory, or build with --skip-check",
+            )
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-check-", dir=out.parent) as folder:
+            config = BuildConfig(precision="fp32", max_model_len=manifest.max_model_len)
+            first = replace(build, config=config, folder=Path(folder), layers=layers, digests={})
+            compared_first = check_bundle(
+                Bundle(Path(folder), first.stage()), texts, reference_logits(checkpoint, texts, layers), "fp32"
+            )
+            progress.say(compared_first.describe(f"the first {layers} layers in fp32"))
 
 
 def _digests(checkpoint: AnyCheckpoint) -> dict[str, str]:
@@ -282,7 +432,3 @@ def _needed_bytes(checkpoint: AnyCheckpoint, config: BuildConfig, folder: Path) 
         linked = {name for name, s in files.items() if s.st_size >= LINK_FROM_BYTES and s.st_dev == device}
     copied = [e for e in checkpoint.tensors.values() if not (e.file in linked and e.dtype == dtype)]
     return sum(ITEM_BYTES[dtype] * math.prod(entry.shape) for entry in copied) + SPARE_BYTES
-
-
-def _stage_line(stage: str, done: int, total: int) -> str:
-    return f"{stage} {done}/{total}" if total > 1 else stage

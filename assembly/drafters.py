@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from redraft.assembly.preflight import check_file
 from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
@@ -90,13 +91,14 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
     for drafter in config.drafters:
         path = Path(str(drafter.source))
         options = build_options(drafter, config)
-        if drafter.source == NATIVE or (drafter.source != RANDOM and is_plain_checkpoint(path)):
+        plain = drafter.source != RANDOM and is_plain_checkpoint(path)
+        if drafter.source == NATIVE or plain:
             what = "a checkpoint's module" if drafter.source == NATIVE else "a plain checkpoint"
             check_counted(drafter.id, options.draft_vocabulary, what)
-            if drafter.source != NATIVE:
-                _check_draft_model(drafter, path, checkpoint, config)
+        if drafter.source in (RANDOM, NATIVE) or recognise(path):
             continue
-        if drafter.source == RANDOM or recognise(path):
+        if plain:
+            _check_draft_model(drafter, path, checkpoint, config)
             continue
         opened = DrafterCheckpoint.open(path)
         settings = find_exporter(method_of(drafter).id).configure(opened, options)
@@ -106,13 +108,14 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
 
 
 def _check_draft_model(drafter: DrafterBuild, path: Path, checkpoint: AnyCheckpoint, config: BuildConfig) -> None:
-    """Check the tokens of a draft model and the length of its texts. Raises CheckpointError, UnsupportedModelError."""
+    """Check a draft model's file, tokens and length of texts. Raises CheckpointError, UnsupportedModelError."""
     from redraft.assembly.tokenizers import Tokens, check_same_tokens
     from redraft.export.architecture import Architecture
     from redraft.export.drafters.decoder_drafter import sizes_of
     from redraft.export.support import load_config, verifier_shape
 
     own = open_checkpoint(path)
+    check_file(own)
     text, verifiers = (Architecture.of(load_config(model)).text for model in (own, checkpoint))
     sizes_of(drafter.id, text, verifier_shape(verifiers, config.max_model_len).max_positions)
     check_same_tokens(f"drafter {drafter.id}", path, Tokens.of(own), Tokens.of(checkpoint))

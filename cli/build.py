@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redraft.assembly.options import DRAFTER_FORM, choose_drafters
-from redraft.cli.build_options import (
-    Attention,
-    Backend,
-    Precision,
-    Weights,
-    choose,
-    choose_tensorrt,
-)
+from redraft.assembly.options import DRAFTER_FORM, PRECISION_FORM, choose_drafters, parse_precisions
+from redraft.cli.build_options import Amount, Attention, Backend, Weights, choose, choose_tensorrt
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
+from redraft.cli.quality import quality_lines, quality_object
 from redraft.config import HALVES, NATIVE, NATIVE_RELEASES, WEIGHT_ONLY, BuildConfig
 from redraft.errors import UsageError
 
@@ -30,8 +24,6 @@ if TYPE_CHECKING:
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
-MOST_LOSS = 0.03
-"""Largest loss of perplexity against fp32, as a share, for which a build in 4 bits does not propose 8."""
 
 
 def build(
@@ -43,10 +35,12 @@ def build(
         Path | None, typer.Option(help="The recipe's checkpoint, a folder or a GGUF file, instead of a download.")
     ] = None,
     precision: Annotated[
-        Precision | None,
+        str | None,
         typer.Option(
+            metavar=PRECISION_FORM,
             help="Precision: fp32, fp16 or bf16; or int8, int4 or fp8 weights (on CPUs with 8-bit activations). On "
-            "GPUs the last three save memory, but may be slower than fp16."
+            "GPUs the last three save memory, but may be slower than fp16. Several make a bundle each, OUT-PRECISION. "
+            "KEY is `target`, a rise of perplexity in percent, or a pattern of weights' names, with 4, 8 or 32 bits.",
         ),
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="The backend that runs the engines.")] = None,
@@ -59,8 +53,8 @@ def build(
         typer.Option(
             metavar=DRAFTER_FORM,
             help="A drafter for this model, any number of times; `none` builds none. DIR is its folder; a smaller "
-            "model's folder, GGUF file or Hub id; `native` for the module inside of the checkpoint; `random` for "
-            "latency work; or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
+            "model's folder, GGUF file, recipe or Hub id; `native` for the module inside of the checkpoint; `random` "
+            "for latency work; or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
         ),
     ] = None,
     eval_text: Annotated[
@@ -70,6 +64,9 @@ def build(
             "bf16."
         ),
     ] = None,
+    quality: Annotated[
+        Amount, typer.Option(help="Tokens of held-out text to report quality on: 1000 in all, or 6000 with `full`.")
+    ] = Amount.short,
     attention: Annotated[
         Attention | None, typer.Option(help=f"TensorRT: our plugin, or TensorRT's own layers ({NATIVE_RELEASES}).")
     ] = None,
@@ -92,29 +89,47 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build engines from a checkpoint. Does nothing if the same build is there already."""
-    start = time.monotonic()
-    with progress(quiet=as_json) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
-        from redraft.assembly.bundle import build_bundle
+    with progress(quiet=as_json) as report, ExitStack() as stack:
+        from redraft.assembly.bundle import build_bundle, shared_work
         from redraft.assembly.drafters import native_drafter
         from redraft.assembly.models import Place, find_model, find_recipe
         from redraft.assembly.preflight import check_libraries
+        from redraft.assembly.quality import DEFAULT_TOKENS, FULL_TOKENS
         from redraft.engines.backends import check_buildable
 
         check_libraries()
+        scratch = stack.enter_context(TemporaryDirectory(prefix="redraft-"))
         recipe = find_recipe(model)
-        config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, max_model_len)
-        engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
-        config = replace(config, tensorrt=engines)
-        check_buildable(config)
-        config = replace(config, drafters=choose_drafters(config, drafter or (), report))
-        texts = held_out(eval_text, config)
-        place = Place(model_path, config.random_weights, Path(scratch))
-        found = find_model(model, recipe, place, report)
-        out = out or ENGINES / found.name
-        manifest, cached = build_bundle(found, config, out, texts, force, report, not skip_check)
-        native = native_drafter(found.path) if not (cached or manifest.drafters or config.random_weights) else ""
-    summary = summarise(manifest, out, cached, time.monotonic() - start, native)
-    print_json(summary) if as_json else typer.echo(describe(summary))
+        asked = parse_precisions(precision) if precision else [None]
+        configs = []
+        for one in asked:
+            config = choose(recipe.build if recipe else BuildConfig(), one, backend, weights, max_model_len)
+            engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
+            config = replace(config, tensorrt=engines)
+            check_buildable(config)
+            configs.append(replace(config, drafters=choose_drafters(config, drafter or (), report)))
+        texts = [held_out(eval_text, config) for config in configs]
+        found = find_model(model, recipe, Place(model_path, config.random_weights, Path(scratch)), report)
+        tokens = FULL_TOKENS if quality is Amount.full else DEFAULT_TOKENS
+        shared = stack.enter_context(shared_work(configs))
+        summaries = []
+        for config, text in zip(configs, texts, strict=True):
+            start = time.monotonic()
+            to = _place_of(out or ENGINES / found.name, config, len(configs))
+            manifest, cached = build_bundle(
+                found, config, to, text, force, report, check=not skip_check, tokens=tokens, shared=shared
+            )
+            native = native_drafter(found.path) if not (cached or manifest.drafters or config.random_weights) else ""
+            summaries.append(summarise(manifest, to, cached, time.monotonic() - start, native))
+    if as_json:
+        print_json(summaries[0] if len(summaries) == 1 else {"bundles": summaries})
+    else:
+        typer.echo("\n".join(map(describe, summaries)))
+
+
+def _place_of(out: Path, config: BuildConfig, builds: int) -> Path:
+    """Return the folder of one of several builds."""
+    return out if builds == 1 else out.with_name(f"{out.name}-{config.precision}")
 
 
 def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
@@ -163,9 +178,9 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, nativ
         "own_bytes": own_bytes(out, manifest),
         "engine_bytes": engines,
         "merged_weight_bytes": merged,
-        "weight_shares": dict(weight_shares(manifest)),
-        "perplexity": dict(manifest.quality.perplexity) if manifest.quality else None,
-        "perplexity_fp32": dict(manifest.quality.perplexity_fp32) if manifest.quality else None,
+        "weight_shares": dict(weight_shares(out, manifest)),
+        **quality_object(manifest),
+        "quality": list(quality_lines(manifest)),
     }
 
 
@@ -207,21 +222,7 @@ def describe(summary: dict[str, Any]) -> str:
         if found["draft_cost"] is not None:
             lines.append(f"  drafter {drafter}: {describe_cost(found['draft_cost'], found['shape']['steps'])}")
     lines += [f"  {caveat}" for caveat in summary["caveats"]]
-    for kind, value in (summary["perplexity"] or {}).items():
-        exact = summary["perplexity_fp32"][kind]
-        compared = "" if summary["precision"] == "fp32" else f" (fp32 {exact:.3f}, {100 * (value / exact - 1):+.2f} %)"
-        lines.append(f"  perplexity on {kind}: {value:.3f}{compared}")
-    return "\n".join([*lines, *(f"  {line}" for line in advice(summary))])
-
-
-def advice(summary: dict[str, Any]) -> Iterator[str]:
-    """Yield how to build the checkpoint's own drafter, and to build in 8 bits if 4 bits lose more than `MOST_LOSS`."""
-    if summary.get("native"):
-        yield f"the checkpoint has {summary['native']}: build with --drafter {NATIVE} to draft with it"
-    measured, exact = summary["perplexity"] or {}, summary["perplexity_fp32"] or {}
-    losses = [measured[kind] / exact[kind] - 1 for kind in measured]
-    if summary["precision"] == "int4" and losses and max(losses) > MOST_LOSS:
-        yield (
-            f"int4 loses up to {100 * max(losses):.1f} % perplexity on this model: build with --precision int8, "
-            "which loses less"
-        )
+    lines += [f"  {line}" for line in summary["quality"]]
+    if summary["native"]:
+        lines.append(f"  the checkpoint has {summary['native']}: build with --drafter {NATIVE} to draft with it")
+    return "\n".join(lines)

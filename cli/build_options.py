@@ -6,20 +6,16 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-from redraft.assembly.options import option_flag
+from redraft.assembly.options import PrecisionOption, option_flag
 from redraft.config import BuildConfig, TensorRtBuild
 from redraft.errors import UsageError
 
 
-class Precision(StrEnum):
-    """Precision of the matrix products."""
+class Amount(StrEnum):
+    """How much text the quality is measured on."""
 
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    int8 = "int8"
-    int4 = "int4"
-    fp8 = "fp8"
+    short = "short"
+    full = "full"
 
 
 class Backend(StrEnum):
@@ -45,15 +41,18 @@ class Weights(StrEnum):
 
 def choose(
     recipe: BuildConfig,
-    precision: Precision | None,
+    precision: PrecisionOption | None,
     backend: Backend | None,
     weights: Weights,
     max_model_len: int | None,
 ) -> BuildConfig:
     """Return the recipe's configuration overridden by the command line."""
+    chosen = precision or PrecisionOption(recipe.precision, recipe.target, recipe.bits)
     return replace(
         recipe,
-        precision=precision.value if precision else recipe.precision,
+        precision=chosen.precision,
+        target=chosen.target,
+        bits=chosen.bits,
         backend=backend.value if backend else recipe.backend,
         max_model_len=recipe.max_model_len if max_model_len is None else max_model_len,
         random_weights=weights is Weights.random or recipe.random_weights,

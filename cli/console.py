@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import typer
 
-SECONDS_BETWEEN_COUNTS = 10
+SECONDS_BETWEEN_COUNTS = 3
+_COUNTS = str.maketrans("", "", "0123456789#. %")
+"""Removes from a line what counts on, so that its stage stays."""
 
 
 class Report(Protocol):
@@ -77,7 +79,7 @@ class _Lines:
         self._stage = ""
 
     def __call__(self, message: str) -> None:
-        now, stage = time.monotonic(), message.rstrip("0123456789/ of")
+        now, stage = time.monotonic(), message.translate(_COUNTS)
         if stage == self._stage and now - self._latest < SECONDS_BETWEEN_COUNTS:
             return
         self._latest, self._stage = now, stage

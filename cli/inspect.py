@@ -10,6 +10,7 @@ import typer
 
 from redraft.cli.console import print_json
 from redraft.cli.options import Json, Verify
+from redraft.cli.quality import quality_lines
 from redraft.errors import UsageError
 from redraft.names import is_cache
 from redraft.records import to_plain
@@ -61,7 +62,7 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
 
     values: dict[str, Any] = to_plain(bundle.manifest)
     sizes = {"bytes": total_bytes(bundle.manifest), "own_bytes": own_bytes(bundle.path, bundle.manifest)}
-    shares = dict(weight_shares(bundle.manifest))
+    shares = dict(weight_shares(bundle.path, bundle.manifest))
     found = commands(bundle.path, bundle.manifest)
     others = {command.purpose: str(command) if command.words else None for command in found}
     return {"bundle": str(bundle.path), **values, **sizes, "weight_shares": shares, "commands": others}
@@ -85,7 +86,7 @@ def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
         f"vocabulary {shape.vocabulary}",
         f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, "
         f"context {manifest.max_model_len}",
-        f"weights    {describe_shares(weight_shares(manifest))}",
+        f"weights    {describe_shares(weight_shares(bundle.path, manifest))}",
         f"tokens     begin {manifest.bos_token_id}, end {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
         f"drafters   {', '.join(manifest.drafters) or 'none'}",
         f"states     {', '.join(manifest.hidden_states) or 'none'}",
@@ -97,8 +98,7 @@ def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
         )
         if (cost := bytes_cost(bundle.path, manifest, drafter)) is not None:
             lines.append(f"drafter    {drafter.id}: {describe_cost(cost, drafter.shape.steps)}")
-    if manifest.quality:
-        lines += [f"perplexity {kind} {value:.3f}" for kind, value in manifest.quality.perplexity.items()]
+    lines += [f"quality    {line}" for line in quality_lines(manifest)]
     for name, graph in manifest.all_graphs.items():
         shown = ", ".join(spec.name for spec in graph.inputs if not is_cache(spec.name))
         buffers = sum(is_cache(spec.name) for spec in graph.inputs)

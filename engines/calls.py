@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from redraft.engines.device import Array, Program, Run, numpy_type, sized
-from redraft.engines.host_buffer import HostBuffer
+from redraft.engines.host_buffer import HostBuffer, aligned_zeros
 from redraft.names import Dtype, TensorSpec
 
 _ALIGNMENT_BYTES = 64
@@ -64,12 +62,15 @@ class Calls:
             call = self._calls[key] = self.make(sizes)
         return call
 
-    def make(self, sizes: Mapping[str, int], first: int = 0, like: Call | None = None) -> Call:
+    def make(
+        self, sizes: Mapping[str, int], first: int = 0, like: Call | None = None,
+        arrays: Mapping[str, Array] | None = None,
+    ) -> Call:  # fmt: skip
         """Return a call for these sizes without storing it.
 
-            first: index of the bound arrays' first entry to use.   like: a call of the same sizes, whose arrays the new
-            one
-        shares. Raises ValueError like `prepare`.
+        first:  index of the bound arrays' first entry to use.
+        like:   a call of the same sizes, whose arrays the new one shares.   arrays: others to use, by name.
+        Raises ValueError like `prepare`.
         """
         updated = {spec.in_place_of for spec in self.outputs if spec.in_place_of}
         if unbound := sorted(updated - set(self._bound)):
@@ -82,12 +83,13 @@ class Calls:
             raise ValueError(
                 f"expected sizes of {', '.join(sorted(symbols))}, found {', '.join(sorted(sizes)) or 'none'}"
             )
-        arrays = {name: self._part(name, sizes, first) for name in self._bound}
-        arrays |= {**like.inputs, **like.outputs} if like else {n: aligned(spec, sizes) for n, spec in own.items()}
-        arrays |= {spec.name: arrays[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
-        buffers = {name: HostBuffer.of(self._dtypes[name], array) for name, array in arrays.items()}
+        given = {**like.inputs, **like.outputs} if like else arrays or {}
+        used = {name: self._part(name, sizes, first) for name in self._bound}
+        used |= {name: given[name] if name in given else aligned(spec, sizes) for name, spec in own.items()}
+        used |= {spec.name: used[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
+        buffers = {name: HostBuffer.of(self._dtypes[name], array) for name, array in used.items()}
         run = self._program.bind(buffers)
-        return Call({name: arrays[name] for name in inputs}, {name: arrays[name] for name in outputs}, run)
+        return Call({name: used[name] for name in inputs}, {name: used[name] for name in outputs}, run)
 
     @property
     def _dtypes(self) -> dict[str, Dtype]:
@@ -109,12 +111,7 @@ class Calls:
 
 def aligned(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
     """Return an array of zeros of the tensor's shape, aligned to a cache line."""
-    shape = sized(spec.shape, sizes)
-    dtype = numpy_type(spec.dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return aligned_zeros(sized(spec.shape, sizes), numpy_type(spec.dtype), _ALIGNMENT_BYTES)
 
 
 def _fits(spec: TensorSpec, shape: tuple[int, ...]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -50,6 +50,14 @@ class HostBuffer:
         check_part(self, shape, start)
         elements = self.host.reshape(-1)[start : start + math.prod(shape)]
         return type(self)(self.dtype, shape, elements.reshape(shape))
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int) -> Array:
+    """Return an array of zeros whose address is a multiple of `alignment` bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def array_of(buffer: Buffer) -> Array:

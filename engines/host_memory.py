@@ -17,17 +17,23 @@ _GROUP_FILES = (
 )
 """Limit, use, and the entry of memory.stat for inactive pages of files, of versions 2 and 1."""
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
-_LENGTH = re.compile(rb"\x0a\x06length\x12.([0-9]+)", re.DOTALL)
-"""Protobuf's form of an entry of a tensor's `external_data`: field 1, the key; field 2, digits."""
+_ENTRY = re.compile(rb"\x0a.(location|offset|length)\x12(.)([\w./-]+)", re.DOTALL)
+"""Protobuf's form of an entry of a tensor's `external_data`: field 1, the key; field 2, its size, a name or digits."""
 _WIDENED = {"fp16": 2}
 """ONNX Runtime's CPU kernels compute in fp32, so it holds fp32 copies of other floating-point weights."""
 _GIB = 1 << 30
 
 
 def graph_bytes(bundle: Bundle, graph: str) -> int:
-    """Return the bytes of a graph's file and of its external weights."""
+    """Return the bytes of a graph's file and of its external weights, those of two tensors over the same bytes once."""
     data = (bundle.path / bundle.graph(graph).file).read_bytes()
-    return len(data) + sum(int(length) for length in _LENGTH.findall(data))
+    tensors: list[dict[bytes, bytes]] = []
+    for key, size, value in _ENTRY.findall(data):
+        if key == b"location":
+            tensors.append({})
+        tensors[-1][key] = value[: ord(size)]
+    places = {tuple(sorted(entry.items())) for entry in tensors}
+    return len(data) + sum(int(dict(place)[b"length"]) for place in places)
 
 
 def check_host_memory(bundle: Bundle, graph: str) -> None:

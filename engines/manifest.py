@@ -19,7 +19,7 @@ from redraft.names import TensorSpec, WeightRef, drafter_graph
 from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 
@@ -56,10 +56,20 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Quality:
-    """Perplexity on held-out text by kind of text, of the bundle's precision and of fp32."""
+    """How well a bundle's verifier does on held-out text, by kind of text, next to transformers' model in fp32.
+
+    divergence:   mean Kullback-Leibler divergence of the verifier's distributions from those in fp32, in nats a token.
+    same_tokens:  share of positions with the same likeliest next token.
+    error:        standard error of the logarithm of perplexity over perplexity_fp32.
+    tokens:       tokens of each kind.
+    """
 
     perplexity: Mapping[str, float]
     perplexity_fp32: Mapping[str, float]
+    divergence: Mapping[str, float] = field(default_factory=dict)
+    same_tokens: Mapping[str, float] = field(default_factory=dict)
+    error: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,7 @@ class Manifest:
     graphs:     those of the verifier and of a step. A drafter's record has the drafter's.   drafters: by id.
     tensorrt:   engines of the backend tensorrt, built from the portable `graphs`.
     tools:      versions of the libraries that built the bundle.
+    choices:    a sentence for each choice that the build made of precisions.
     options:    options of `redraft build`, to repeat the command.
     build_key:  digest of everything the build depends on (`cache.build_key`).
     files:      every file of the bundle except the manifest, set when the bundle is committed.
@@ -138,6 +149,7 @@ class Manifest:
     tensorrt: TensorRtRecord | None = None
     quality: Quality | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     build_key: str = ""
     files: Mapping[str, FileRecord] = field(default_factory=dict)

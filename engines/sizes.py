@@ -9,7 +9,7 @@ from pathlib import Path
 
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt.records import weights_file
-from redraft.names import CODES, QUANTIZATION_BLOCK, SCALES, ZEROS, WeightRef
+from redraft.names import CODES, ROWS, SCALES, SMOOTHING, VERIFIER, ZEROS, WeightRef
 
 _KINDS = {
     "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I8": "8 bits", "I4": "4 bits",
@@ -45,24 +45,27 @@ def product_bytes(bundle: Path, graph: GraphRecord, weights: Iterable[WeightRef]
     return sum(ref.length for ref in weights if ref.initializer in read)
 
 
-def weight_shares(manifest: Manifest) -> Mapping[str, float]:
+def weight_shares(bundle: Path, manifest: Manifest) -> Mapping[str, float]:
     """Return shares of the verifier's weights in `4 bits`, `8 bits`, `fp8`, `fp32` and so on, largest first, sum 1.
 
-    Counts numbers, not bytes, without scales and zero points. A parameter stored in two forms counts in each: an
-    embedding that is also the head has its rows in fp32 and its product in 8 bits.
+    Counts stored numbers, not bytes, without scales and zero points. Rows that are looked up in a product's codes count
+    once.
     """
-    counts = Counter[str]()
-    zeros = {
-        ref.initializer.removesuffix(ZEROS): ref.shape for ref in manifest.weights if ref.initializer.endswith(ZEROS)
-    }
-    for ref in manifest.weights:
-        if ref.initializer.endswith(CODES):
-            rows, blocks, block_bytes = ref.shape
-            # 16 bytes hold 32 numbers of 4 bits or 16 of 8 bits; with 8 bits, each block has a byte for its zero point.
-            bytewise = blocks > 1 and zeros.get(ref.initializer.removesuffix(CODES), (0, 0))[1] == blocks
-            bits = 8 if bytewise else block_bytes * 8 // QUANTIZATION_BLOCK
-            counts[f"{bits} bits"] += rows * blocks * block_bytes * 8 // bits
-        elif not ref.initializer.endswith((SCALES, ZEROS)) and ref.dtype in _KINDS:
+    import onnx
+
+    nodes = onnx.load(bundle / manifest.graphs[VERIFIER].file, load_external_data=False).graph.node
+    products = (node for node in nodes if node.op_type == "MatMulNBits")
+    bits = {node.input[1]: next(a.i for a in node.attribute if a.name == "bits") for node in products}
+    counts, seen = Counter[str](), set[tuple[str, int]]()
+    for ref in sorted(manifest.weights, key=lambda ref: ref.initializer.endswith(ROWS)):
+        place = (ref.file, ref.offset)
+        if place in seen or ref.initializer.endswith((SCALES, ZEROS, SMOOTHING)):
+            continue
+        seen.add(place)
+        if ref.initializer.endswith((CODES, ROWS)):
+            of_code = bits.get(ref.initializer, 8)
+            counts[f"{of_code} bits"] += math.prod(ref.shape) * 8 // of_code
+        elif ref.dtype in _KINDS:
             counts[_KINDS[ref.dtype]] += math.prod(ref.shape)
     whole = sum(counts.values())
     return {kind: count / whole for kind, count in counts.most_common()}

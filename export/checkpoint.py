@@ -124,10 +124,16 @@ class AnyCheckpoint(Protocol):
         """Return True if a tensor has finite numbers only."""
 
     def grid(self, entry: TensorEntry) -> StoredGrid | None:
-        """The grid that a tensor is stored on, if it is quantized without a minimum."""
+        """The grid that a tensor is stored on, if it is quantized."""
 
     def digest(self, file: str) -> str:
         """SHA-256 of one of the files, hexadecimal."""
+
+
+def check_folder(root: Path) -> None:
+    """Raise CheckpointError for a folder of GGUF files, which are not parts of one checkpoint."""
+    if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
+        raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,7 @@ class Checkpoint:
         root = Path(path)
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a directory", "give the directory of a Hugging Face checkpoint")
-        if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
-            raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
+        check_folder(root)
         config = _read_json(root / "config.json", f"{root} is not a Hugging Face checkpoint: it has no config.json")
         if not weights:
             return cls(root, config, {})

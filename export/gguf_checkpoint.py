@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.config import Precision
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, row_slices
 
@@ -127,28 +126,27 @@ class GgufCheckpoint:
                 yield values if len(entry.shape) > 1 else values.reshape(entry.shape)
 
     def grid(self, entry: TensorEntry) -> StoredGrid | None:
-        """Return the grid that a tensor is stored on, None for types that have minima and for numbers."""
-        from redraft.export.gguf_grids import BITS, BLOCKS, ZEROS, decode
+        """Return the grid that a tensor is stored on, None for numbers."""
+        from redraft.export.gguf_grids import BITS, BLOCKS, MINIMA, ZEROS, decode
         from redraft.export.stored_grids import StoredGrid
 
         parameter = self.parameters[entry.name]
         kind = parameter.stored.type
-        if kind not in ZEROS or parameter.whole or len(entry.shape) < 2:
+        if kind not in (*ZEROS, *MINIMA) or parameter.whole or len(entry.shape) < 2:
             return None
         read = lambda: (decode(packed, kind) for packed in self._packed(entry))  # noqa: E731
-        return StoredGrid(BITS.get(kind, 8), BLOCKS.get(kind, 32), read)
+        return StoredGrid(BITS.get(kind, 8), BLOCKS.get(kind, 32), kind in ZEROS, read)
 
     def digest(self, file: str) -> str:
         """Return the file's SHA-256, hexadecimal."""
         with open(self.path / file, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    def inexact(self, precision: Precision) -> tuple[str, ...]:
-        """Return a sentence for each part of the file that a bundle of this precision stores in another form."""
-        from redraft.export.gguf_grids import inexact_at_4_bits
+    def inexact(self) -> tuple[str, ...]:
+        """Return a sentence for each part of the file that a bundle stores in another form."""
         from redraft.export.gguf_text import unknown_split
 
-        return (*inexact_at_4_bits(self.parameters, precision), *unknown_split(self.header))
+        return unknown_split(self.header)
 
     def write_text_files(self, folder: Path) -> None:
         """Write tokenizer, chat template and special tokens as a Hugging Face checkpoint has them."""

@@ -74,10 +74,13 @@ NUMBERS = ("epsilon", "freq_base", "freq_base_swa", "softcapping", "factor", "ex
 def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str, Any]:
     """The values of a config.json. `factors` is the tensor of frequency factors, if the file has one.
 
-    Raises UnsupportedModelError naming a key that the configuration cannot hold.
+    Raises UnsupportedModelError naming a key that the configuration cannot hold, CheckpointError for an invalid one and
+    for a file without tokens.
     """
     stated = _stated(header)
     _check_values(header, stated)
+    if TOKENS not in header.metadata and "vocab_size" not in stated:
+        raise CheckpointError(f"{header.path} has no tokenizer", AS_FOLDER)
     values = _mapped(header)
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -53,6 +53,10 @@ class ProductWeight:
             return shapes[0][1], shapes[0][0]
         return sum(shape[0] for shape in shapes), shapes[0][1]
 
+    def parts(self) -> list[ProductWeight]:
+        """Return a weight for each parameter."""
+        return [ProductWeight((name,), self.turned) for name in self.parameters]
+
     def slabs(self, source: AnySource) -> Slabs:
         """Yield the weight [out, in] in fp32, a few outputs at a time.
 

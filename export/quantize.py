@@ -1,18 +1,21 @@
 """Weight-only blockwise quantization in the layout of ONNX Runtime's `MatMulNBits`.
 
-Each row of a weight [out, in] is cut into blocks of 32. A block has its own scale and zero point:
+Each row of a weight [out, in] is cut into blocks of 32. A block has its own scale, zero point and offset:
 
-    w ≈ (q - zero) * scale, q in 0 .. 2^bits - 1
+    w ≈ (q - zero) * scale + offset, q in 0 .. 2^bits - 1
 
-An 8-bit grid spans the block's range. A 4-bit grid may be narrower, since few numbers are near the ends. Quantization
-tries five widths, each with its scale by least squares, and takes the one with the least squared error.
+An 8-bit grid is symmetric: its zero is 128 and its offset 0. A 4-bit grid begins at the block's least number, or may be
+narrower, since few numbers are near the ends. The operator's zero points are integers, so that the offset is the part
+of the least number that a zero point cannot hold, at most half a step. `products` multiplies it by the block's sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +30,46 @@ _PIECE = 1 << 16
 """Numbers to process at once. Temporaries then stay in a core's cache, which is three times as fast."""
 
 
+SYMMETRIC = {4: 8, 8: 128}
+"""The operator's zero point by bits if a product has no tensor of zero points."""
+
+
 @dataclass(frozen=True)
 class Grid:
-    """Scales, float32, and zero points, uint8, of a weight [out, in], both [out, blocks]."""
+    """Scales, float32, zero points, uint8, and offsets, float32 or None for zeros, of a weight [out, in].
+
+    All are [out, blocks].
+    """
 
     scales: NDArray[np.float32]
     zeros: NDArray[np.uint8]
+    offsets: NDArray[np.float32] | None = None
+
+    @classmethod
+    def from_minima(cls, scales: NDArray[np.float32], minima: NDArray[np.float32], bits: int) -> Grid:
+        """Return the grid of code * scale + minimum."""
+        steps = np.divide(-minima, scales, out=np.zeros_like(minima), where=scales != 0)
+        zeros = np.clip(np.rint(steps), 0, (1 << bits) - 1)
+        return cls(scales, zeros.astype(np.uint8), (minima + zeros * scales).astype(np.float32))
+
+    def cut(self, pieces: int) -> Grid:
+        """Return the grid of blocks that are `pieces` times smaller."""
+        if pieces == 1:
+            return self
+        finer = [None if x is None else np.repeat(x, pieces, -1) for x in (self.scales, self.zeros, self.offsets)]
+        return Grid(*finer)  # type: ignore[arg-type]
+
+    def __getitem__(self, rows: Any) -> Grid:
+        """Return the grid of some rows."""
+        return Grid(self.scales[rows], self.zeros[rows], None if self.offsets is None else self.offsets[rows])
+
+    @classmethod
+    def joined(cls, grids: Sequence[Grid]) -> Grid:
+        """Return the grids of parts of a weight, one after the other."""
+        offsets = [g.offsets if g.offsets is not None else np.zeros_like(g.scales) for g in grids]
+        kept = any(g.offsets is not None for g in grids)
+        scales, zeros = np.concatenate([g.scales for g in grids]), np.concatenate([g.zeros for g in grids])
+        return cls(scales, zeros, np.concatenate(offsets) if kept else None)
 
 
 def blocks_of(columns: int) -> int:
@@ -40,23 +77,64 @@ def blocks_of(columns: int) -> int:
     return -(-columns // BLOCK)
 
 
-def fit(weight: NDArray[np.float32], bits: int) -> Grid:
-    """Return grids for the blocks of [out, in], of 4 or 8 bits. Zero is always exact, so padding stays zero."""
+def fit(weight: NDArray[np.float32], bits: int, offsets: bool = False) -> Grid:
+    """Return grids for the blocks of [out, in], of 4 or 8 bits. Padding stays zero.
+
+    offsets: let 4-bit grids begin at the exact least number of a block; without, zero is exact.
+    """
     blocks = _blocks(weight)
     step = max(1, _PIECE // max(1, blocks[0].size))
     pieces = [blocks[row : row + step] for row in range(0, len(blocks), step)]
     with ThreadPoolExecutor(default_threads().count) as pool:
-        grids = list(pool.map(partial(_fitted, bits=bits), pieces))
-    return Grid(np.concatenate([grid.scales for grid in grids]), np.concatenate([grid.zeros for grid in grids]))
+        return Grid.joined(list(pool.map(partial(_fitted, bits=bits, offsets=offsets), pieces)))
 
 
-def _fitted(blocks: NDArray[np.float32], bits: int) -> Grid:
+def _fitted(blocks: NDArray[np.float32], bits: int, offsets: bool) -> Grid:
     """Return the grids of [out, blocks, BLOCK]."""
     levels = (1 << bits) - 1
+    if bits == 8:
+        scales = np.abs(blocks).max(-1) / np.float32(SYMMETRIC[bits] - 1)
+        return Grid(
+            np.where(scales > 0, scales, 1).astype(np.float32), np.full(scales.shape, SYMMETRIC[bits], np.uint8)
+        )
+    return _with_offsets(blocks, levels, bits) if offsets else _with_zeros(blocks, levels)
+
+
+def _with_offsets(blocks: NDArray[np.float32], levels: int, bits: int) -> Grid:
+    """Return grids code * scale + minimum. Tries widths, each with both numbers by least squares."""
+    low, high = blocks.min(-1), blocks.max(-1)
+    widest = np.where(high > low, (high - low) / levels, 1).astype(np.float32)
+    middle = (low + high) / 2
+    mean = blocks.mean(-1)
+    scales, minima, best = widest, low, np.full_like(widest, np.inf)
+    for width in WIDTHS:
+        scale = widest * np.float32(width)
+        start = middle - scale * np.float32(levels / 2) if width != 1 else low
+        codes = np.clip(np.rint((blocks - start[..., None]) / scale[..., None]), 0, levels)
+        centre = codes.mean(-1)
+        centred = codes - centre[..., None]
+        square = _inner(centred, centred)
+        fitted = np.where(square > 0, _inner(centred, blocks) / np.maximum(square, 1e-9), scale).astype(np.float32)
+        if width == 1:  # a checkpoint that was rounded to such a grid before stays on it
+            exact = np.abs(codes * scale[..., None] + start[..., None] - blocks).max(-1) <= 1e-5 * np.abs(blocks).max(
+                -1
+            )
+            fitted = np.where(exact, scale, fitted)
+            least = np.where(exact, start, mean - fitted * centre)
+        else:
+            least = mean - fitted * centre
+        error = codes * fitted[..., None] + least[..., None] - blocks
+        loss = _inner(error, error)
+        better = loss < best
+        scales, minima = np.where(better, fitted, scales), np.where(better, least, minima)
+        best = np.where(better, loss, best)
+    return Grid.from_minima(scales.astype(np.float32), minima.astype(np.float32), bits)
+
+
+def _with_zeros(blocks: NDArray[np.float32], levels: int) -> Grid:
+    """Return grids whose zero is exact. Tries widths, each with its scale by least squares."""
     low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
     widest = np.where(high > low, (high - low) / levels, 1).astype(np.float32)
-    if bits == 8:
-        return Grid(widest, np.clip(np.rint(-low / widest), 0, levels).astype(np.uint8))
     scales, zeros, best = widest, np.zeros_like(widest), np.full_like(widest, -1)
     for width in WIDTHS:
         scale = widest * np.float32(width)
@@ -78,14 +156,26 @@ def _inner(left: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.
 
 
 def codes_of(weight: NDArray[np.float32], grid: Grid, bits: int) -> NDArray[np.uint8]:
-    """Return the nearest codes, [out, blocks, BLOCK * bits / 8]."""
-    codes = np.rint(_blocks(weight) / grid.scales[..., None])
+    """Return the nearest codes, [out, blocks, BLOCK], one a byte."""
+    blocks = _blocks(weight)
+    if grid.offsets is not None:
+        blocks = blocks - grid.offsets[..., None]
+    codes = blocks / grid.scales[..., None]
+    np.rint(codes, out=codes)
     codes += grid.zeros[..., None]
-    return packed(np.clip(codes, 0, (1 << bits) - 1, out=codes).astype(np.uint8), bits)
+    return np.clip(codes, 0, (1 << bits) - 1, out=codes).astype(np.uint8)
+
+
+def values_of(codes: NDArray[np.uint8], grid: Grid) -> NDArray[np.float32]:
+    """Return the numbers of codes [out, blocks, block], one a byte: [out, blocks * block]."""
+    values = (codes.astype(np.float32) - grid.zeros[..., None]) * grid.scales[..., None]
+    if grid.offsets is not None:
+        values += grid.offsets[..., None]
+    return values.reshape(len(codes), -1)
 
 
 def packed(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Return values in stored form: for 4 bits, two a byte along the last axis, the first one low."""
+    """Return codes or zero points as stored: for 4 bits, two a byte along the last axis, the first one low."""
     if bits == 8:
         return values
     if values.shape[-1] % 2:

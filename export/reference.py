@@ -1,6 +1,6 @@
 """transformers' own model of a checkpoint, whose results an exported model must equal.
 
-transformers loads safetensors itself. redraft reads GGUF files, since transformers would read them whole.
+transformers loads small safetensors checkpoints itself. redraft reads others, one layer at a time.
 
 The comparison of a large model uses its first layers with their real weights, enough to have every kind of layer.
 """
@@ -8,8 +8,9 @@ The comparison of a large model uses its first layers with their real weights, e
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,14 +20,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.export.architecture import Architecture
 from redraft.export.checkpoint import AnyCheckpoint
 from redraft.export.loading import load_tensors
 from redraft.export.stored_tensor import StoredTensor, evaluate
+from redraft.export.streaming import running, streamed_model
 from redraft.export.support import load_config
 
+if TYPE_CHECKING:
+    from redraft.export.calibrate import Calibrator
+    from redraft.export.verifier import TracedVerifier
+
 LEAST_LAYERS = 2
+LOADED_BYTES = 1 << 29
+"""Size of the largest safetensors checkpoint that transformers loads itself."""
 
 
 def reference_logits(
@@ -34,29 +41,28 @@ def reference_logits(
 ) -> list[NDArray[np.float32]]:
     """Return logits [T, V] of each text by eager modules in fp32; with `layers`, of the first layers only.
 
-    Holds these weights in memory. Raises UnsupportedModelError if transformers cannot run the model.
+    transformers itself loads a small safetensors checkpoint and a multimodal one. Of others, memory holds the weights
+    of one layer. Raises UnsupportedModelError if transformers cannot run the model.
     """
     config = load_config(checkpoint)
     architecture = Architecture.of(config if layers is None else first_layers(config, layers))
-    try:
+    multimodal = architecture.whole_class is not architecture.text_class
+    if not checkpoint.is_safetensors or not (multimodal or checkpoint.parameter_bytes <= LOADED_BYTES):
+        loaded = load_tensors(checkpoint, architecture, partly=layers is not None)
+        with streamed_model(checkpoint, architecture, loaded) as streamed:
+            return [_logits(streamed, text) for text in texts]
+    with running(architecture), torch.no_grad():
         model = _loaded(checkpoint, architecture)
-        with torch.no_grad():
-            outputs = [model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0] for text in texts]
-    except RedraftError:
-        raise
-    except Exception as error:  # transformers raises many types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(
-            f"transformers cannot run {architecture.whole_class.__name__} to compare with ({reason})",
-            "report this model",
-        ) from error
-    return [logits.float().numpy() for logits in outputs]
+        return [_logits(model, text) for text in texts]
+
+
+def _logits(model: PreTrainedModel, text: Sequence[int]) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0].float().numpy()
+    return logits
 
 
 def _loaded(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrainedModel:
-    """Return the model with the checkpoint's weights. transformers reads safetensors, redraft other formats."""
-    if not checkpoint.is_safetensors:
-        return read_model(checkpoint, architecture)
+    """Return the model with the checkpoint's weights, which transformers reads."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -141,3 +147,26 @@ def enough_layers(checkpoint: AnyCheckpoint) -> int:
 
 def _kind(layer: nn.Module, settings: list[str]) -> Any:
     return settings, tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())
+
+
+def run_texts(
+    traced: TracedVerifier, texts: Sequence[Sequence[int]], kept: int, file: Path, calibrator: Calibrator | None,
+    progress: Callable[[int, int], None],
+) -> int:  # fmt: skip
+    """Run transformers' model over texts of one length, and write the logits of the first `kept`, [kept, T, V].
+
+    Returns V. Memory holds one layer's weights, and the logits. Raises UnsupportedModelError if transformers cannot run
+    the model.
+    """
+    assert traced.loaded is not None
+    ran = calibrator.ran if calibrator else lambda parameters: None
+    with streamed_model(traced.checkpoint, traced.architecture, traced.loaded, progress, ran) as model:
+        if calibrator:
+            calibrator.watch(model)
+        head: Any = model.get_output_embeddings()
+        head.register_forward_pre_hook(lambda module, args: (args[0][:kept], *args[1:]))
+        logits = model(input_ids=torch.tensor([list(text) for text in texts]), use_cache=False).logits
+        with file.open("wb") as stream:
+            for text in logits[:kept]:
+                text.float().numpy().tofile(stream)
+    return int(logits.shape[-1])

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint, TensorEntry, row_slices
-from redraft.export.quantize import Grid
 from redraft.export.stored_grids import Coded, StoredGrid
-from redraft.export.stored_tensor import StoredTensor, entries, evaluate
+from redraft.export.stored_tensor import StoredTensor, entries, evaluate, narrow
 from redraft.export.weight_files import FOLDER, NewTensor, Slabs, write
 from redraft.files import link_or_copy
 from redraft.names import WeightRef
@@ -77,6 +76,12 @@ class Source:
                 raise not_finite(parameter, self.names(parameter))
             yield part
 
+    def rows(self, parameter: str, begin: int, end: int) -> NDArray[np.float32]:
+        """Return some rows of a stored parameter in fp32."""
+        stored = narrow(self.tensors[parameter], begin, end).entry
+        assert stored is not None, "it is computed from stored tensors"
+        return np.concatenate(list(self.checkpoint.slabs(stored)))
+
     def grid(self, parameter: str) -> StoredGrid | None:
         """Return the grid that the parameter is stored on. Reading it raises CheckpointError for NaN."""
         entry = self.tensors[parameter].entry
@@ -85,7 +90,7 @@ class Source:
 
     def _finite(self, parameter: str, grid: StoredGrid) -> Iterator[Coded]:
         for codes, found in grid.slabs():
-            if not np.isfinite(found.scales).all():
+            if not all(np.isfinite(x).all() for x in (found.scales, found.offsets) if x is not None):
                 raise not_finite(parameter, self.names(parameter))
             yield codes, found
 
@@ -206,7 +211,7 @@ class RowsSource:
             here = self._here(begin, len(codes))
             begin += len(codes)
             if len(here):
-                yield codes[here], Grid(found.scales[here], found.zeros[here])
+                yield codes[here], found[here]
 
     def slabs(self, parameter: str) -> Slabs:
         """Yield the rows in fp32, a few at a time."""

@@ -123,10 +123,19 @@ def _ropes(parameters: Any) -> list[dict[str, Any]]:
     return nested + ([parameters] if "rope_type" in parameters else [])
 
 
+def is_rotary(config: PretrainedConfig) -> bool:
+    """Return True if the model rotates by position, so that texts beyond its limit cost accuracy only."""
+    return bool(_ropes(getattr(config, "rope_parameters", None)))
+
+
+def longest_text(config: PretrainedConfig) -> int | None:
+    """Return the model's limit of tokens; None if it names none."""
+    return next((int(value) for name in _LIMITS if (value := getattr(config, name, None))), None)
+
+
 def verifier_shape(config: PretrainedConfig, max_model_len: int | None, dtype: Dtype = "float32") -> VerifierShape:
     """Return buffer shapes from the configuration. Raises UsageError if `max_model_len` passes the model's limit."""
-    named = (getattr(config, name, None) for name in _LIMITS)
-    limit = next((int(value) for value in named if value), max_model_len or DEFAULT_MAX_MODEL_LEN)
+    limit = longest_text(config) or max_model_len or DEFAULT_MAX_MODEL_LEN
     if max_model_len is not None and max_model_len > limit:
         raise UsageError(
             f"context {max_model_len} passes the model's limit of {limit} tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from redraft.export.attention import LayerRecorder, record_layers
 from redraft.export.checkpoint import AnyCheckpoint
 from redraft.export.experts import expert_tensors
 from redraft.export.loading import LoadedTensors, check_finite, fill_buffers, load_tensors
+from redraft.export.product_forms import ProductPlan
+from redraft.export.product_weights import ProductWeight
 from redraft.export.reference import first_layers
 from redraft.export.sources import AnySource, RandomSource, Source
 from redraft.export.stored_tensor import StoredTensor
@@ -43,57 +46,6 @@ class VerifierExport:
     embedding: str
     head: str
     source: AnySource
-
-
-def export_verifier(
-    checkpoint: AnyCheckpoint,
-    out: Path,
-    config: BuildConfig | None = None,
-    progress: Progress = lambda stage, done, total: None,
-    layers: int | None = None,
-) -> VerifierExport:
-    """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model with only the first `layers` layers.
-
-    Raises UnsupportedModelError naming a part that cannot be exported, CheckpointError naming a tensor that is missing
-    or of the wrong shape. Reads only weights that need another type.
-    """
-    config = config or BuildConfig()
-    progress("trace", 0, 1)
-    found = support.load_config(checkpoint)
-    architecture = Architecture.of(found if layers is None else first_layers(found, layers))
-    text = architecture.text
-    shape = support.verifier_shape(text, config.max_model_len, names.ELEMENTS[config.compute_dtype])
-    support.check_rope(text, shape.max_positions)
-    loaded = None if config.random_weights else load_tensors(checkpoint, architecture, partly=layers is not None)
-    if loaded:
-        text.tie_word_embeddings = loaded.tied
-        check_finite(checkpoint)
-    traced = trace_decoder(
-        architecture,
-        shape,
-        checkpoint,
-        loaded,
-        lambda network, recorded, shape: tracing.trace(
-            tracing.VerifierModule(network, config.hidden_states, recorded), shape
-        ),
-        config.hidden_states,
-    )
-    progress("trace", 1, 1)
-    model, parameters = traced.model, traced.parameters
-    passes.simplify(model)
-    source: AnySource = (
-        Source(checkpoint, parameters, traced.tensors)
-        if loaded
-        else RandomSource.write(parameters, out, STORED[config.compute_dtype])
-    )
-    kind = config.weight_only
-    refs = weights.place(
-        model, source, out, config.precision if kind is None else config.compute_dtype, progress,
-        file=config.precision, weight_only=kind,
-    )  # fmt: skip
-    finish(model)
-    ir.save(model, out / GRAPH)
-    return VerifierExport(traced.shape, config.hidden_states, GRAPH, refs, traced.embedding, traced.head, source)
 
 
 @dataclass(frozen=True)
@@ -138,6 +90,104 @@ def trace_decoder(
         tensors = _tensors(network, loaded) if loaded else {}
     _name_parameters(model, parameters, tied)
     return TracedDecoder(model, shape, parameters, tensors, embedding, head)
+
+
+@dataclass(frozen=True)
+class TracedVerifier:
+    """A traced checkpoint, from which verifiers of several precisions are written.
+
+    loaded: the stored tensors, None for random weights.
+    """
+
+    checkpoint: AnyCheckpoint
+    architecture: Architecture
+    loaded: LoadedTensors | None
+    decoder: TracedDecoder
+    hidden_states: tuple[str, ...]
+
+    @cached_property
+    def products(self) -> tuple[ProductWeight, ...]:
+        """The weights of the graph's products, each once, and without one that computes anything but a layer's part."""
+        found = (
+            ProductWeight.of(n, self.decoder.parameters) for n in self.decoder.model.graph if n.op_type == "MatMul"
+        )
+        return tuple(dict.fromkeys(weight for weight in found if weight is not None))
+
+    @cached_property
+    def source(self) -> Source:
+        """The checkpoint's tensors by parameter. Not for random weights."""
+        return Source(self.checkpoint, self.decoder.parameters, self.decoder.tensors)
+
+
+def export_verifier(
+    checkpoint: AnyCheckpoint,
+    out: Path,
+    config: BuildConfig | None = None,
+    progress: Progress = lambda stage, done, total: None,
+    layers: int | None = None,
+) -> VerifierExport:
+    """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model with only the first `layers` layers.
+
+    Raises UnsupportedModelError naming a part that cannot be exported, CheckpointError naming a tensor that is missing
+    or of the wrong shape. Reads only weights that need another type.
+    """
+    config = config or BuildConfig()
+    return write_verifier(trace_verifier(checkpoint, config, progress, layers), out, config, progress)
+
+
+def trace_verifier(
+    checkpoint: AnyCheckpoint, config: BuildConfig, progress: Progress = lambda stage, done, total: None,
+    layers: int | None = None,
+) -> TracedVerifier:  # fmt: skip
+    """Trace a checkpoint's graph, which is the same in all precisions of one compute type.
+
+    Raises like `export_verifier`.
+    """
+    progress("trace", 0, 1)
+    found = support.load_config(checkpoint)
+    architecture = Architecture.of(found if layers is None else first_layers(found, layers))
+    text = architecture.text
+    shape = support.verifier_shape(text, config.max_model_len, names.ELEMENTS[config.compute_dtype])
+    support.check_rope(text, shape.max_positions)
+    loaded = None if config.random_weights else load_tensors(checkpoint, architecture, partly=layers is not None)
+    if loaded:
+        text.tie_word_embeddings = loaded.tied
+        check_finite(checkpoint)
+    traced = trace_decoder(
+        architecture,
+        shape,
+        checkpoint,
+        loaded,
+        lambda network, recorded, shape: tracing.trace(
+            tracing.VerifierModule(network, config.hidden_states, recorded), shape
+        ),
+        config.hidden_states,
+    )
+    passes.simplify(traced.model)
+    progress("trace", 1, 1)
+    return TracedVerifier(checkpoint, architecture, loaded, traced, config.hidden_states)
+
+
+def write_verifier(
+    traced: TracedVerifier, out: Path, config: BuildConfig, progress: Progress = lambda stage, done, total: None,
+    plan: ProductPlan | None = None,
+) -> VerifierExport:  # fmt: skip
+    """Write `out`/verifier.onnx and `out`/weights/ of a traced checkpoint in a precision.
+
+    plan: bits of each product; by default, those of the precision. Raises like `export_verifier`.
+    """
+    decoder, model = traced.decoder, traced.decoder.model.clone()
+    source: AnySource = (
+        traced.source if traced.loaded else RandomSource.write(decoder.parameters, out, STORED[config.compute_dtype])
+    )
+    kind = config.weight_only
+    refs = weights.place(
+        model, source, out, config.precision if kind is None else config.compute_dtype, progress,
+        file=config.precision, weight_only=kind, plan=plan,
+    )  # fmt: skip
+    finish(model)
+    ir.save(model, out / GRAPH)
+    return VerifierExport(decoder.shape, traced.hidden_states, GRAPH, refs, decoder.embedding, decoder.head, source)
 
 
 def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:

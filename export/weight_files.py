@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +29,8 @@ STORED: dict[Precision, str] = {
     "fp32": "F32", "fp16": "F16", "bf16": "BF16", "int8": "F32", "int4": "F32", "fp8": "F16",
 }  # fmt: skip
 """The stored type of unquantized weights by precision."""
+AHEAD = 2
+"""Products whose codes are computed while another one is written."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -39,12 +43,18 @@ Slabs: TypeAlias = Iterator[NDArray[Any]]
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to write. Its type and shape are known before its content is produced, in slabs of rows."""
+    """A tensor to write. Its type and shape are known before its content is produced, in slabs of rows.
+
+    prepare: computes the content in another thread before `slabs` is read, if it takes long.
+    same_as: name of the tensor whose bytes these are. Nothing is written.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     slabs: Callable[[], Slabs]
+    prepare: Callable[[], None] | None = None
+    same_as: str | None = None
 
     @property
     def length(self) -> int:
@@ -62,26 +72,53 @@ def write(
     made: list[NewTensor], folder: Path, file: str, progress: Progress = lambda stage, done, total: None
 ) -> list[WeightRef]:
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
+    written = [tensor for tensor in made if tensor.same_as is None]
     offset, header = 0, {}
-    for tensor in made:
+    for tensor in written:
         dtype, shape = tensor.stored
         header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + tensor.length]}
         offset += tensor.length
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 64 + 56)
-    refs, base = [], 8 + len(encoded)
-    with (folder / file).open("wb") as stream:
-        stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for index, tensor in enumerate(made):
-            progress("weights", index, len(made))
+    refs, total = dict[str, WeightRef](), offset
+    with (folder / file).open("wb") as stream, _Ahead(written) as ahead:
+        base = stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for index, tensor in enumerate(written):
             begin = stream.tell()
+            progress("weights", begin - base, total)
+            ahead.need(index)
             for slab in tensor.slabs():
                 stream.write(_encoded(slab, tensor).data)
             assert stream.tell() - begin == tensor.length, tensor.name
-            refs.append(WeightRef(tensor.name, file, begin, tensor.length, tensor.dtype, tensor.shape))
-    progress("weights", len(made), len(made))
-    assert min(ref.offset for ref in refs) == base
-    return refs
+            refs[tensor.name] = WeightRef(tensor.name, file, begin, tensor.length, tensor.dtype, tensor.shape)
+    progress("weights", total, total)
+    for tensor in made:
+        if tensor.same_as is not None:
+            refs[tensor.name] = replace(refs[tensor.same_as], initializer=tensor.name, shape=tensor.shape)
+    return list(refs.values())
+
+
+class _Ahead:
+    """Prepares the next tensors in other threads. At most AHEAD of them are in memory."""
+
+    def __init__(self, tensors: list[NewTensor]) -> None:
+        self._waiting = deque((i, t.prepare) for i, t in enumerate(tensors) if t.prepare is not None)
+        self._running = dict[int, Future[None]]()
+        self._pool = ThreadPoolExecutor(AHEAD)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def need(self, index: int) -> None:
+        """Wait for a tensor's preparation, and begin that of the next ones."""
+        while self._waiting and self._waiting[0][0] < index + 3 * AHEAD:
+            number, prepare = self._waiting.popleft()
+            self._running[number] = self._pool.submit(prepare)
+        if (running := self._running.pop(index, None)) is not None:
+            running.result()
 
 
 def _encoded(slab: NDArray[Any], tensor: NewTensor) -> NDArray[Any]:

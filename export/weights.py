@@ -15,7 +15,8 @@ import onnx_ir as ir
 from redraft import names
 from redraft.config import Precision
 from redraft.export import dequantize
-from redraft.export.products import quantize_products
+from redraft.export.product_forms import ProductPlan
+from redraft.export.products import quantize_products, use_shared
 from redraft.export.sources import AnySource
 from redraft.export.weight_files import FOLDER, ONNX_TYPES, STORED, NewTensor, Progress, write
 from redraft.names import WeightRef
@@ -27,23 +28,30 @@ IN_PLACE_FROM = 0.5
 def place(
     model: ir.Model, source: AnySource, folder: Path, precision: Precision, progress: Progress, *,
     file: str | None = None, logits: str = names.LOGITS, shared: Iterable[WeightRef] = (),
-    weight_only: dequantize.Kind | None = None,
+    weight_only: dequantize.Kind | None = None, plan: ProductPlan | None = None,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits.
 
     weight_only: quantize products by DequantizeLinear instead; `precision` is then that of the other weights.
+    plan: bits of each product, and smoothing; by default, those of the precision.
 
     A tensor that the checkpoint stores in the type of the precision stays in the checkpoint's file. If the graph would
     use less than `IN_PLACE_FROM` of that file, as for the norms of quantized products, the tensor is written again.
 
     file: stem of the new file, the precision by default.   logits: the output whose product keeps 8 bits; "" for
     a graph without this output.
-    shared: parameters that another graph of the bundle has placed. The graph uses them under the same names.
+    shared: parameters that another graph of the bundle has placed. The graph uses them under the same names, also if
+    they are codes and its own precision is higher.
     Returns the places of the parameters.
     """
     there = {ref.initializer: ref for ref in shared}
     read = [name for name in _parameters(model, source.parameters) if name not in there]
-    made = quantize_products(model, source, precision, logits) if precision in ("int8", "int4") else []
+    if precision in ("int8", "int4"):
+        keep_attention = plan is None
+        plan = plan or ProductPlan(precision)
+        made = quantize_products(model, source, plan, logits, there.values(), keep_attention)
+    else:
+        made = use_shared(model, source, there.values())
     if weight_only:
         made = dequantize.dequantize_products(model, source, weight_only, logits)
     refs: list[WeightRef] = []

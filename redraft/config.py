@@ -14,6 +14,8 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 """fp32, fp16, bf16: one type for weights, KV and features. int8, int4, fp8: quantized weights only, and
 `compute_dtype` for everything else.
 """
+ROUNDED_BY_PRODUCT: tuple[Precision, ...] = ("int8", "int4")
+"""Precisions whose products ONNX Runtime rounds."""
 WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 Backend = Literal["onnxruntime", "tensorrt"]
@@ -41,7 +43,7 @@ class DrafterBuild:
     method:  the drafting method; None takes the one that the folder's configuration names.
     options: the method's own options for building.
     extra:   a recipe's drafter that is built only if the command line names it.
-    hub_id:  the Hugging Face id that `source` was downloaded from.
+    given:   the Hugging Face id or the recipe that `source` is the checkpoint of.
     """
 
     id: str
@@ -49,7 +51,7 @@ class DrafterBuild:
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     extra: bool = False
-    hub_id: str | None = None
+    given: str | None = None
 
     def __post_init__(self) -> None:
         if not DRAFTER_ID.fullmatch(self.id):
@@ -98,6 +100,8 @@ class BuildConfig:
     hidden_states:   the verifier's hidden states that drafters read (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
     tensorrt:        configuration of engines of the backend tensorrt.
+    target:          largest rise of perplexity of an int8 or int4 bundle, as a share; None takes the precision's own.
+    bits:            4, 8 or 32 by pattern of weights' names, for products of int8 and int4 bundles.
     """
 
     precision: Precision = "fp32"
@@ -107,6 +111,8 @@ class BuildConfig:
     random_weights: bool = False
     drafters: tuple[DrafterBuild, ...] = ()
     tensorrt: TensorRtBuild = TensorRtBuild()
+    target: float | None = None
+    bits: tuple[tuple[str, int], ...] = ()
 
     @property
     def compute_dtype(self) -> Precision:
@@ -114,6 +120,11 @@ class BuildConfig:
         if self.precision not in WEIGHT_ONLY:
             return self.precision
         return "fp16" if self.backend == "tensorrt" else "fp32"
+
+    @property
+    def rounds_products(self) -> bool:
+        """True if ONNX Runtime rounds the products, so that each may have bits of its own."""
+        return self.precision in ROUNDED_BY_PRODUCT and self.backend == "onnxruntime"
 
     @property
     def weight_only(self) -> Literal["int8", "int4", "fp8"] | None:
@@ -124,6 +135,11 @@ class BuildConfig:
     def __post_init__(self) -> None:
         if self.precision == "fp8" and self.backend != "tensorrt":
             raise UsageError("fp8 weights are for TensorRT engines", "give --backend tensorrt, or --precision int8")
+        if (self.target is not None or self.bits) and not self.rounds_products:
+            raise UsageError(
+                f"{self.precision} of the backend {self.backend} has no target and no bits by weight",
+                "give int8 or int4 of the backend onnxruntime",
+            )
         ids = [drafter.id for drafter in self.drafters]
         if twice := next((name for name in ids if ids.count(name) > 1), None):
             raise UsageError(f"two drafters have the id {twice!r}", "give each its own: --drafter ID=DIR")

@@ -127,6 +127,8 @@ class TensorSpec:
 
 CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
 """Suffixes of the names of a MatMulNBits's tensors, after the parameter's name."""
+ROWS, SMOOTHING = ".rows", ".smoothing"
+"""Suffixes of codes that are looked up by row, and of the numbers that multiply a product's inputs."""
 QUANTIZATION_BLOCK = 32
 """Inputs of an output that share a scale and a zero point in a MatMulNBits."""
 

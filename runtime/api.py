@@ -88,7 +88,7 @@ class Runtime:
         exact:  True if a text must be the same to the bit alone, in a batch and with any method (`exactness`).
                 False uses kernels that compute single tokens of one sequence a few percent faster. They round
                 differently from kernels for several tokens, so most longer texts differ in 8 and 4 bits.
-        The first opening on a machine takes a second longer, since it measures verification costs.
+        The first opening on a machine takes up to three seconds longer: it checks kernels and measures their costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, for more than MOST_THREADS,
         or an unknown device.
         """
@@ -107,9 +107,10 @@ class Runtime:
         largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
         if largest is not None:
             check_max_num_seqs(largest[0], max_num_seqs)
+        # First, since the engine takes the memory that reading a tokenizer leaves.
+        tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         opened = open_device(bundle, device, threads) if device else open_host(bundle, threads, max_num_seqs, exact)
         verifier = open_verifier(bundle, opened, max_num_seqs, largest_tree=largest[1] if largest else sys.maxsize)
-        tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         identity = _identity(bundle, opened, threads, max_num_seqs)
         if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)

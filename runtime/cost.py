@@ -1,7 +1,8 @@
-"""Verification costs on this machine: milliseconds by sequences and nodes, measured first and corrected later.
+"""Verification costs on this machine: milliseconds by sequences and nodes, measured shortly and corrected later.
 
-A curve that was measured on a busy machine is wrong, and the load changes after the first opening. So every call
-corrects the level and the shape of the estimated curve (`VerifyCosts`).
+A large model has time for a few sizes only; a line through the largest two continues the curve. A curve that was
+measured on a busy machine is wrong, and the load changes after the first opening. So every call corrects the level and
+the shape of the estimated curve (`VerifyCosts`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-"""Tree sizes that are measured, root included."""
+"""Tree sizes that are measured if there is time, root included."""
+_FIRST_ROWS, _LEAST_SIZES = 8, 2
+"""Rows of the second size that is measured, and the sizes that are measured however long they take."""
 MEASURED_KV_LEN = 256
 """KV rows in use while measuring."""
 SETTLED_STEPS = 16
 """Calls before a correction of the estimate, which uses the median of each size."""
-_SECONDS = 1.2
-_ROUNDS = range(3, 40)
-_TURNS, _TYPICAL_NODES, _TYPICAL_ROWS = 60, 6, 2
+_SECONDS = 0.8
+_ROUNDS = 40
+_DRAFT_SECONDS, _TURNS = 0.5, range(3, 60)
+_TYPICAL_NODES, _TYPICAL_ROWS = 6, 2
 _CLIP = math.log(4)
 """Largest correction, as a logarithm. Only interrupted calls differ more from the measured time."""
 _FORGET = 0.8
@@ -43,19 +47,27 @@ _LOG = logging.getLogger("redraft.costs")
 class CostCurve:
     """`table_ms[n]` is the time of one verification of n nodes a sequence, root included; entry 0 is 0.
 
-    It never falls, and sizes between the measured ones are interpolated.
+    It never falls. Sizes between the measured ones are interpolated, larger ones extrapolated.
     """
 
     table_ms: tuple[float, ...]
 
     @classmethod
-    def from_points(cls, points: Mapping[int, float]) -> CostCurve:
-        """Return the curve through milliseconds by size. Raises ValueError if a time is not positive and finite."""
+    def from_points(cls, points: Mapping[int, float], largest: int = 0) -> CostCurve:
+        """Return the curve through milliseconds by size, up to the size `largest` or the largest of `points`.
+
+        Raises ValueError if a time is not positive and finite.
+        """
         sizes = sorted(points)
         times = np.array([points[size] for size in sizes], dtype=np.float64)
         if not sizes or sizes[0] != 1 or not np.all(np.isfinite(times)) or times.min() <= 0:
             raise ValueError(f"no cost curve: {dict(points)}")
-        table = np.interp(np.arange(1, sizes[-1] + 1), sizes, np.maximum.accumulate(times))
+        times = np.maximum.accumulate(times)
+        if largest > sizes[-1]:
+            rise = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+            times = np.append(times, times[-1] + rise * (largest - sizes[-1]))
+            sizes.append(largest)
+        table = np.interp(np.arange(1, sizes[-1] + 1), sizes, times)
         return cls((0.0, *table.tolist()))
 
     @property
@@ -176,19 +188,30 @@ def measure_curve(
 ) -> CostCurve:
     """Measure the least time of each size over `sequences` sequences. Sizes take turns.
 
-    This takes about `seconds`. It overwrites KV rows, so no request may be running.
+    This takes about `seconds`, or two calls of two sizes if these take longer. Larger sizes than the measured ones are
+    extrapolated. It overwrites KV rows, so no request may be running.
     """
     batch = sequences or verifier.max_num_seqs
     fitting = [size for size in sizes if size <= min(verifier.max_model_len, verifier.largest_tree)]
-    best = dict.fromkeys(fitting, float("inf"))
+    best: dict[int, float] = {}
     start = time.perf_counter()
-    for done in range(_ROUNDS.stop):
-        if done >= _ROUNDS.start and time.perf_counter() - start > seconds:
+    for size in _most_telling(fitting, batch):
+        if len(best) >= _LEAST_SIZES and time.perf_counter() - start > seconds:
             break
-        for size in fitting:
-            taken = verifier.measure_ms(batch, size, MEASURED_KV_LEN)
-            best[size] = min(best[size], taken) if done else best[size]
-    return CostCurve.from_points(best)
+        verifier.measure_ms(batch, size, MEASURED_KV_LEN)  # the first call of a size prepares it
+        best[size] = verifier.measure_ms(batch, size, MEASURED_KV_LEN)
+    for _ in range(_ROUNDS):
+        for size, least in best.items():
+            if time.perf_counter() - start > seconds:
+                return CostCurve.from_points(best, fitting[-1])
+            best[size] = min(least, verifier.measure_ms(batch, size, MEASURED_KV_LEN))
+    return CostCurve.from_points(best, fitting[-1])
+
+
+def _most_telling(sizes: list[int], sequences: int) -> list[int]:
+    """Order sizes: one node, about eight rows in all, powers of two, all others."""
+    first = (1, max(2, _FIRST_ROWS // sequences), *(size for size in sizes if size.bit_count() == 1))
+    return [size for size in dict.fromkeys((*first, *sizes)) if size in sizes]
 
 
 def measure_costs(verifier: Verifier) -> VerifyCosts:
@@ -270,8 +293,9 @@ def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity) 
         kept = Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
         if all(math.isfinite(ms) and ms >= 0 for ms in (kept.fresh_ms, kept.resample_ms)):
             return kept
-    taken = []
-    for _ in range(_TURNS):
+    taken: list[tuple[float, float]] = []
+    start = time.perf_counter()
+    while len(taken) < _TURNS.stop and (len(taken) < _TURNS.start or time.perf_counter() - start < _DRAFT_SECONDS):
         verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_KV_LEN)
         taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_KV_LEN))
     fresh, resampled = (min(times) for times in zip(*taken, strict=True))  # decoding corrects times that are too low

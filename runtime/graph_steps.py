@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from redraft import names, signatures
-from redraft.engines.device import Device, byte_size
+from redraft.engines.device import Array, Device, byte_size
+from redraft.engines.host_buffer import array_of
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep, StepBuffers, slot_copy
 from redraft.runtime.device_tree import TreeStore
 from redraft.runtime.limits import Limits
@@ -101,6 +102,10 @@ class GraphSteps:
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy all rows of slot `source` to slot `target`."""
         self._copy_slot(source, target, rows)
+
+    def host_kv(self) -> list[Array]:
+        """Return the keys and values of every layer, each [slots, H_kv, C, D], if the device is the host."""
+        return [array_of(buffer) for buffer in self._buffers.state.values()]
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> BoundTreeStep:
         """Return the step for such trees, from any drafter."""

@@ -6,15 +6,19 @@ are masks of each tree shape.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from redraft import names
-from redraft.engines.calls import Call, Calls
-from redraft.engines.device import Array, Buffer, Device, numpy_type
-from redraft.engines.host_buffer import HostBuffer, array_of
+from redraft.engines.calls import Call, Calls, aligned
+from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
+from redraft.engines.host_buffer import HostBuffer, aligned_zeros, array_of
+from redraft.engines.host_device import HostDevice
+from redraft.engines.huge_pages import LARGE_PAGE_BYTES
 from redraft.runtime.limits import Limits
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence as Request
@@ -29,13 +33,15 @@ Pending = Sequence[Sequence[int] | None]
 """Rows that are already pending, by reader and sequence; None if a reader reads nothing."""
 MOST_PREFILLS = 64
 """Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
+MOST_WIDTHS = 8
+"""Most widths of prompt chunks that are stored. Each has a row of logits."""
 
 
 class HostSteps:
     """Steps of the host, as `redraft.runtime.verifier.Steps`.
 
-    An engine without a mask accepts chains only. Trees that branch then need a second engine over the same KV buffers,
-    which `take_branches` opens.
+    An engine without a mask accepts chains only. Trees that branch then need another engine over the same KV buffers,
+    which `take_branches` opens, in addition or in place of the first.
     """
 
     store = None
@@ -48,13 +54,20 @@ class HostSteps:
         self._layers = shape.layers
         rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that one copy moves a row of all layers.
-        self.kv: Array = np.zeros((2 * shape.layers, *rows), numpy_type(shape.dtype))
+        # It begins with a large page: a head's first rows would else take two of them.
+        self.kv: Array = aligned_zeros((2 * shape.layers, *rows), numpy_type(shape.dtype), LARGE_PAGE_BYTES)
+        first_rows = self.kv[:, 0, :, 0]
+        # The first rows of a slot take memory, large page by large page, while another core loads the engine.
+        touching = threading.Thread(target=first_rows.fill, args=(0,))
+        touching.start()
         self._engine = self._opened(names.VERIFIER)
+        touching.join()
+        self._logits: FloatArray = np.empty(0, np.float32)
         self._trees = self._engine if _takes_trees(self._engine) else None
         self.branches = self._trees is not None
         self.prefers_chains = not self.branches
         self._made: dict[tuple[int, int, bool], HostStep] = {}
-        self._prefills: dict[tuple[int, int], HostPrefill] = {}
+        self._prefills: Recent[tuple[int, int], HostPrefill] = Recent(MOST_WIDTHS)
 
     def _opened(self, graph: str) -> Calls:
         engine = Calls(self._device.program(graph))
@@ -65,9 +78,18 @@ class HostSteps:
 
     def take_branches(self) -> None:
         """Open the engine for trees that branch. Raises BackendError if memory does not allow it."""
-        if self._trees is None:
+        one = isinstance(self._device, HostDevice) and not self._device.copies_weights
+        if self._trees is None and not one:
             self._trees = self._opened(names.VERIFIER_BATCH)
-            self.branches = True
+        elif self._trees is None:
+            self.forget()
+            del self._engine  # before the other loads, so that weights are in memory once
+            try:
+                self._engine = self._trees = self._opened(names.VERIFIER_BATCH)
+            except BaseException:
+                self._engine = self._opened(names.VERIFIER)
+                raise
+        self.branches = True
 
     def attach(self, reader: FeatureReader) -> None:
         """Gather features for a reader from now on."""
@@ -91,6 +113,10 @@ class HostSteps:
         """Copy the first `rows` rows of slot `source` to slot `target`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
+    def host_kv(self) -> list[Array]:
+        """Return the keys and values of every layer, each [slots, H_kv, C, D]."""
+        return list(self.kv)
+
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
         """Return the step for such trees."""
         width = max(map(len, trees))
@@ -101,15 +127,26 @@ class HostSteps:
         if step is None:
             engine = self._trees if branched else self._engine
             assert engine is not None, "trees that branch need take_branches first"
-            step = self._made[key] = HostStep(self, engine.make(_sizes(engine, len(trees), width, width)), width)
+            sizes = _sizes(engine, len(trees), width, width)
+            logits = {names.LOGITS: self._shared_logits(engine, sizes)}
+            step = self._made[key] = HostStep(self, engine.make(sizes, arrays=logits), width)
         return step
+
+    def _shared_logits(self, engine: Calls, sizes: dict[str, int]) -> FloatArray:
+        """Return the logits of a step. All steps share their memory: 32 rows of a large vocabulary take 20 MB."""
+        (spec,) = (spec for spec in engine.outputs if spec.name == names.LOGITS)
+        shape = sized(spec.shape, sizes)
+        if self._logits.size < math.prod(shape):
+            self._made.clear()
+            self._logits = aligned(spec, {**sizes, "R": 1 << (sizes["R"] - 1).bit_length()}).reshape(-1)
+        return self._logits[: math.prod(shape)].reshape(shape)
 
     def prefill(self, width: int, slot: int) -> HostPrefill:
         """Return the step for chunks of `width` tokens in a slot. The steps of all slots share arrays."""
         key = (width, self.fewest_rows)
         step = self._prefills.get(key)
         if step is None:
-            step = self._prefills[key] = HostPrefill(self, self._engine, width, self.fewest_rows)
+            step = self._prefills.add(key, HostPrefill(self, self._engine, width, self.fewest_rows))
         step.take(slot)
         return step
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Buffer, Device
+from redraft.engines.device import Array, Buffer, Device
 from redraft.runtime.device_tree import TreeStore, calls_of
 from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.limits import Limits
@@ -35,6 +35,7 @@ from redraft.types import FloatArray, IntArray, Outcome, Tree
 PREFILL_CHUNK = 128
 """Prompt tokens computed in one call."""
 PREFILL_STEP = 16
+"""Widths of chunks on a device with step graphs are multiples of this. The host computes no padding."""
 WARM_SLOTS = 8
 """Slots whose prompt chunks are run before the first request, and whose steps stay in memory."""
 
@@ -128,6 +129,9 @@ class Steps(Protocol):
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy at least the first `rows` rows of slot `source` to slot `target`."""
 
+    def host_kv(self) -> list[Array]:
+        """Return the keys and values of every layer, each [slots, H_kv, C, D], if the device is the host."""
+
     def take_branches(self) -> None:
         """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
 
@@ -214,6 +218,7 @@ class Verifier:
 
     def take_branches(self) -> None:
         """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
+        self.__dict__.pop("_latest", None)  # a step of the engine that may be replaced
         self.steps.take_branches()
 
     def warm(self) -> None:
@@ -283,15 +288,17 @@ class Verifier:
         return outcomes
 
     def prefill(self, seq: Request, slot: int) -> Iterator[tuple[int, int]]:
-        """Compute the prompt of `seq` in an unused slot, chunk by chunk, in calls of a few widths.
+        """Compute the prompt of `seq` in an unused slot, chunk by chunk.
 
         Yields each chunk's first position and number of tokens. `first_outcome` then verifies the last position.
         """
         slots = range(slot, slot + 1)
         prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
+        multiple = PREFILL_STEP if self.device.step_graphs else 1
         for start in range(0, len(prompt), PREFILL_CHUNK):
             chunk = prompt[start : start + PREFILL_CHUNK]
-            width = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.max_model_len - start)
+            rows = max(len(chunk), self.fewest_rows)
+            width = min(-(-rows // multiple) * multiple, self.max_model_len - start)
             step = self.steps.prefill(width, slot)
             self._latest = slot, step
             step.fill(chunk, start, [reader.pending([seq], width, slots) for reader in self._readers])

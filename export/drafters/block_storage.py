@@ -90,7 +90,7 @@ class BlockCheckpoint(Checkpoint):
         """Return the grid of codes; None for numbers, and for codes whose rows do not end with a whole block."""
         if entry.dtype != CODES or entry.shape[1] % BLOCK:
             return None
-        return StoredGrid(8, BLOCK, lambda: map(_as_grid, self._coded_rows(entry)))
+        return StoredGrid(8, BLOCK, True, lambda: map(_as_grid, self._coded_rows(entry)))
 
     def _scales(self, entry: TensorEntry) -> TensorEntry:
         return self.tensors[f"{entry.name}{SCALES}"]

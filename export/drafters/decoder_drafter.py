@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from redraft.errors import CheckpointError
+from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.architecture import Architecture
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.steering import Steering, steer
 from redraft.export.reference import keep_layers
-from redraft.export.support import logit_scale, verifier_shape
+from redraft.export.support import check_rope, is_rotary, logit_scale, longest_text, verifier_shape
 from redraft.names import Dtype
 from redraft.signatures import VerifierShape
 
@@ -63,14 +63,21 @@ class DraftModelConfig(DrafterConfig):
 
 
 def sizes_of(drafter: str, text: PretrainedConfig, context: int, dtype: Dtype = "float32") -> VerifierShape:
-    """Return the sizes of a draft model that reads texts of `context` tokens. Raises CheckpointError if it cannot."""
-    limit = verifier_shape(text, None).max_positions
-    if context > limit:
+    """Return the sizes of a draft model that reads texts of `context` tokens, which may pass a rotary model's limit.
+
+    Raises CheckpointError if the model has no positions for such texts, UnsupportedModelError like `check_rope`.
+    """
+    limit = longest_text(text)
+    if limit is not None and context > limit and not is_rotary(text):
         raise CheckpointError(
             f"drafter {drafter}: its texts have at most {limit} tokens, the verifier's have {context}",
             f"build with --max-model-len {limit}, or give another draft model",
         )
-    return verifier_shape(text, context, dtype)
+    try:
+        check_rope(text, context)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"drafter {drafter}: {error.message}", error.hint) from None
+    return replace(verifier_shape(text, None, dtype), max_positions=context)
 
 
 def check_layers(layers: Sequence[int], count: int | None = None) -> None:

@@ -176,7 +176,6 @@ def _traced(
     """
     text, context = own.architecture.text, verifier.shape.max_positions
     limits = sizes_of(name, text, context, verifier.shape.dtype)
-    support.check_rope(text, context)
     # Rows beyond the context: a call's padding, and drafted tokens that the verifier never sees.
     rows = replace(limits, max_positions=names.kv_rows(context + method.spare_rows) + 1)
     made: list[DecoderShape] = []

@@ -17,7 +17,6 @@ from tests.runtime.fakes import CURVE
 from redraft.assembly.drafters import drafter_digests, native_drafter, resolve_drafters
 from redraft.assembly.options import choose_drafters, options_of
 from redraft.cli import main
-from redraft.cli.build import advice
 from redraft.config import NATIVE, BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import Checkpoint
@@ -139,6 +138,4 @@ def test_a_drafter_that_is_not_inside(tmp_path: Path, drafter: DrafterBuild, ran
 def test_a_build_without_drafters_names_the_module(tmp_path: Path) -> None:
     found = native_drafter(write_native(tmp_path / "native", "mimo"))
     assert found == "a multi-token-prediction module in MiMo's layout"
-    (line,) = advice({"native": found, "precision": "fp32", "perplexity": None, "perplexity_fp32": None})
-    assert line == f"the checkpoint has {found}: build with --drafter native to draft with it"
     assert native_drafter(write_checkpoint(tmp_path / "plain", "llama")) == ""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from redraft.assembly import models
-from redraft.assembly.options import choose_drafters, options_of
-from redraft.cli.build_options import Precision, Weights, choose
+from redraft.assembly.options import PrecisionOption, choose_drafters, options_of, parse_precisions
+from redraft.cli.build_options import Weights, choose
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import RedraftError, UsageError
 
@@ -43,7 +43,7 @@ from redraft.errors import RedraftError, UsageError
         ("prediction=mine,method=lyanna", "no drafter can have the id 'prediction', which means something else"),
         ("native=mine,method=lyanna", "no drafter can have the id 'native', which means something else"),
         ("native,depth=3", "--drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
-        ("./no/folder", "no/folder is not a drafter: config.json cannot be read"),
+        ("a=./no/folder", "--drafter 'a=./no/folder': there is no folder ./no/folder; give a drafter's folder; or a "),
         ("no/model.gguf", "there is no file no/model.gguf"),
     ],
 )
@@ -53,14 +53,15 @@ def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_drafter_by_its_hugging_face_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are downloaded, and the options that repeat the build name the id."""
+@pytest.mark.parametrize("name", ["someone/model", "qwen2-7b"])
+def test_a_drafter_by_a_hugging_face_id_or_a_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are downloaded, and the options that repeat the build name the id or the recipe."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr(models, "_download", lambda hub_id, report: tmp_path)
-    (found,) = choose_drafters(BuildConfig(), ["d=someone/model,steps=5"])
-    assert (found.source, found.method, found.hub_id) == (str(tmp_path), "draft_model", "someone/model")
+    (found,) = choose_drafters(BuildConfig(), [f"d={name},steps=5"])
+    assert (found.source, found.method, found.given) == (str(tmp_path), "draft_model", name)
     options = options_of(BuildConfig(), BuildConfig(drafters=(found,)))
-    assert options == ("--drafter", "d=someone/model,method=draft_model,steps=5")
+    assert options == ("--drafter", f"d={name},method=draft_model,steps=5")
 
 
 def test_two_drafters_of_one_id() -> None:
@@ -109,7 +110,7 @@ def test_listed_options_make_the_same_configuration_again(recipe: BuildConfig, c
     precision, max_model_len = (values.get(flag) for flag in ("--precision", "--max-model-len"))
     found = choose(
         recipe,
-        Precision(precision) if precision else None,
+        parse_precisions(precision)[0] if precision else None,
         None,
         Weights(values.get("--weights", "checkpoint")),
         int(max_model_len) if max_model_len else None,
@@ -157,3 +158,23 @@ def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**values, "method": "absent"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=lyanna"])
     assert found.method == "lyanna"
+
+
+def test_precisions_with_keys() -> None:
+    found = parse_precisions("int4,target=2.5,*lm_head*=8,*down_proj*=32,fp32")
+    assert found == [
+        PrecisionOption("int4", 0.025, (("*lm_head*", 8), ("*down_proj*", 32))),
+        PrecisionOption("fp32"),
+    ]
+    config = choose(BuildConfig(), found[0], None, Weights.checkpoint, None)
+    assert options_of(BuildConfig(), config) == ("--precision", "int4,target=2.5,*lm_head*=8,*down_proj*=32")
+    with pytest.raises(UsageError, match="fp32 of the backend onnxruntime has no target and no bits by weight"):
+        BuildConfig(target=0.1)
+
+
+@pytest.mark.parametrize(
+    "text", ["int5", "", "int4,int4", "target=2", "int4,target=0", "int4,target=x", "int4,a=5", "int4,=8"]
+)
+def test_precisions_of_another_form(text: str) -> None:
+    with pytest.raises(UsageError, match="--precision '"):
+        parse_precisions(text)

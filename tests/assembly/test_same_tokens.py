@@ -58,6 +58,8 @@ def test_a_gguf_file_and_its_folder_have_the_same_tokens(architecture: str, tmp_
     file = random_file(architecture)
     file.tokenizer["tokenizer.ggml.tokens"].append("[PAD]")
     file.tokenizer["tokenizer.ggml.token_type"].append(5)
+    if "tokenizer.ggml.scores" in file.tokenizer:
+        file.tokenizer["tokenizer.ggml.scores"].append(0.0)
     checkpoint = GgufCheckpoint.open(file.write(tmp_path / "m.gguf"))
     folder = tmp_path / "folder"
     checkpoint.write_text_files(folder)

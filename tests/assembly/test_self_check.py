@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.little import write_checkpoint
 
+from redraft.assembly import product_check
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.assembly.self_check import KnownText, known_texts
 from redraft.config import BuildConfig
 from redraft.errors import BackendError, UnsupportedModelError
-from redraft.export import attention, verifier
+from redraft.export import attention, quantize, verifier
 from redraft.runtime.tree import make_tree
 
 
@@ -75,11 +77,31 @@ def test_weights_of_another_tensor_are_noticed(checkpoint, tmp_path, monkeypatch
         build(checkpoint, tmp_path / "engines")
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_weights_in_another_order_are_refused(checkpoint, tmp_path, monkeypatch, precision):
+    honest = quantize.codes_of
+    monkeypatch.setattr(quantize, "codes_of", lambda *arguments: honest(*arguments)[::-1])
+    with pytest.raises(UnsupportedModelError, match=r"the stored weight of .* differs"):
+        build(checkpoint, tmp_path / "engines", precision=precision)
+
+
+def test_a_product_that_is_not_of_its_codes_is_refused(checkpoint, tmp_path, monkeypatch):
+    """The expected sums of blocks are a twentieth larger than the engine's."""
+    honest = product_check._with_sums
+
+    def larger(x, product, stored):
+        given = honest(x, product, stored)
+        return np.concatenate([given[:, : product.columns], given[:, product.columns :] * np.float32(1.05)], 1)
+
+    monkeypatch.setattr(product_check, "_with_sums", larger)
+    with pytest.raises(UnsupportedModelError, match=r"the product of .* differs"):
+        build(checkpoint, tmp_path / "engines", precision="int4")
+
+
 def test_trees_are_accepted_in_both_graphs(checkpoint, tmp_path):
     (line,) = [line for line in build(checkpoint, tmp_path / "engines") if line.startswith("checked")]
-    words = line.split()
-    assert int(words[3]) > 0, line
-    assert int(words[1]) > int(words[3])
+    tokens, accepted = map(int, re.findall("[0-9]+", line))
+    assert 0 < accepted < tokens, line
 
 
 def test_context_of_two_tokens_is_checked(tmp_path):

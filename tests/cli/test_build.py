@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from redraft.cli.build import advice
 from redraft.engines.locking import build_lock
 
 Refused = Callable[..., str]
@@ -188,13 +187,3 @@ def test_interrupted_build_leaves_the_earlier_bundle(checkpoint: Path, bundle: P
 )
 def test_bad_options(refused: Refused, checkpoint: Path, tmp_path: Path, arguments: list[str], word: str) -> None:
     assert word in refused("build", checkpoint, "-o", tmp_path / "out", *arguments, status=2)
-
-
-@pytest.mark.parametrize(("precision", "measured", "hints"), [("int4", 1.02, 0), ("int4", 1.05, 1), ("int8", 1.05, 0)])
-def test_a_loss_of_4_bits_is_reported_with_advice(precision: str, measured: float, hints: int) -> None:
-    summary = {"precision": precision, "perplexity": {"code": 1.0, "prose": measured},
-               "perplexity_fp32": {"code": 1.0, "prose": 1.0}}  # fmt: skip
-    lines = list(advice(summary))
-    assert len(lines) == hints
-    assert all("5.0 %" in line and "--precision int8" in line for line in lines)
-    assert list(advice({"precision": "int4", "perplexity": None, "perplexity_fp32": None})) == []

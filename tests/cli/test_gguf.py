@@ -105,18 +105,21 @@ def test_no_model_mentions_gguf_files(refused: Refused) -> None:
     assert "a GGUF file" in refused("build", "no-such-thing", status=2)
 
 
-def test_folder_of_gguf_files(refused: Refused, gguf_file: Path) -> None:
-    line = refused("build", gguf_file.parent, status=1)
-    assert f"give the file itself: {gguf_file}" in line
+def test_folder_of_gguf_files(refused: Refused, gguf_file: Path, tmp_path: Path) -> None:
+    for options in ((gguf_file.parent,), (gguf_file, "--drafter", f"draft={gguf_file.parent}")):
+        line = refused("build", *options, "-o", tmp_path / "out", status=1)
+        assert f"give the file itself: {gguf_file}" in line
 
 
-@pytest.mark.parametrize("damage", ["short", "tensor", "tokenizer"])
+@pytest.mark.parametrize("damage", ["short", "tensor", "tokenizer", "tokens"])
 def test_a_file_that_cannot_be_built_leaves_nothing(refused: Refused, tmp_path: Path, damage: str) -> None:
     file = random_file("qwen2")
     if damage == "tensor":
         del file.tensors["blk.0.ffn_up.weight"]
     if damage == "tokenizer":
         file.tokenizer["tokenizer.ggml.model"] = "rwkv"
+    if damage == "tokens":
+        del file.tokenizer["tokenizer.ggml.tokens"]
     path = file.write(tmp_path / "m.gguf")
     if damage == "short":
         path.write_bytes(path.read_bytes()[:-1000])
@@ -125,6 +128,7 @@ def test_a_file_that_cannot_be_built_leaves_nothing(refused: Refused, tmp_path: 
         "short": "is truncated",
         "tensor": "no tensor for",
         "tokenizer": "its tokenizer (rwkv) cannot be converted",
+        "tokens": "has no tokenizer; give the model's Hugging Face folder instead",
     }
     assert expected[damage] in line
     assert [other.name for other in tmp_path.iterdir()] == ["m.gguf"]

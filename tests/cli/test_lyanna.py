@@ -236,12 +236,11 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     (folder / "config.json").write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize("folder", ["empty", "absent"])
-def test_a_folder_that_is_no_drafter(refused: Refused, checkpoint: Path, tmp_path: Path, folder: str) -> None:
-    (tmp_path / "empty").mkdir()
-    line = refused("build", checkpoint, "-o", tmp_path / "out", "--drafter", tmp_path / folder, "--eval-text", "none",
-                   status=1)  # fmt: skip
-    assert f"{tmp_path / folder} is not a drafter: config.json cannot be read" in line
+def test_a_folder_that_is_no_drafter(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    line = refused("build", checkpoint, "-o", tmp_path / "out", "--drafter", empty, "--eval-text", "none", status=1)
+    assert f"{empty} is not a drafter: config.json cannot be read" in line
     assert not (tmp_path / "out").exists()
 
 

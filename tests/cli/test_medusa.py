@@ -25,7 +25,7 @@ def test_heads_from_training_to_text(
 
     build = ("build", checkpoint, "-o", engines, "--skip-check", "--drafter")
     with monkeypatch.context() as patch:
-        patch.setattr("redraft.assembly.bundle._stage", lambda *args: pytest.fail("refused after an export"))
+        patch.setattr("redraft.assembly.bundle._Build.stage", lambda *args: pytest.fail("refused after an export"))
         for option, line in (
             ("steps=5", "the drafter has 4 heads, which draft no tree of 5 levels; build it with at most steps=4"),
             ("width=11", "has accuracies of 10 candidates of a head, not of 11; build it with at most width=10"),

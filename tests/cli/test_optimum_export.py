@@ -92,7 +92,7 @@ def test_errors_are_those_of_build(optimum_cli: Run, arguments: tuple[str, ...],
 def test_interrupt_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
 ) -> None:
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("redraft.assembly.bundle.build_bundle", interrupted)
@@ -122,4 +122,5 @@ def test_optimum_starts_without_heavy_libraries_and_without_redraft() -> None:
 def test_a_missing_extra_is_one_line(checkpoint: Path) -> None:
     result = program(("onnxscript",), "export", "redraft", "-m", str(checkpoint), "--eval-text", "none")
     assert result.returncode == 1, result.stderr
-    assert result.stderr.splitlines()[-1].startswith("redraft: error: onnxscript")
+    line = "building needs onnxscript, which is not installed; run `pip install 'redraft[export]'`"
+    assert result.stderr.splitlines()[-1] == f"redraft: error: {line}"

@@ -110,8 +110,8 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema_version=1), "expected schema version 8, found 1"),
-        (lambda m: m.pop("schema_version"), "expected schema version 8, found None"),
+        (lambda m: m.update(schema_version=1), "expected schema version 9, found 1"),
+        (lambda m: m.pop("schema_version"), "expected schema version 9, found None"),
         (lambda m: m.update(colour="red"), "manifest: unknown key colour"),
         (lambda m: m.pop("hidden_states"), "manifest: missing key hidden_states"),
         (lambda m: m["shape"].update(layers="2"), "manifest: shape.layers must be a whole number, not '2'"),

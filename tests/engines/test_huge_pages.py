@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from redraft.engines.huge_pages import _added, _anonymous, huge_pages
+from redraft.engines.host_buffer import aligned_zeros
+from redraft.engines.huge_pages import LARGE_PAGE_BYTES, _added, _anonymous, huge_pages
 
 
 def spans(pages: set[int]) -> list[tuple[int, int]]:
@@ -34,5 +35,8 @@ def test_memory_of_this_process_is_listed_in_order():
 def test_content_survives():
     expected = np.random.default_rng(0).integers(0, 255, 9 << 20, np.uint8)
     with huge_pages():
-        array = expected.copy()
+        array = aligned_zeros(expected.shape, expected.dtype, LARGE_PAGE_BYTES)
+        assert array.ctypes.data % LARGE_PAGE_BYTES == 0
+        assert not array.any()
+        array[:] = expected
     np.testing.assert_array_equal(array, expected)

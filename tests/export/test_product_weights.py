@@ -15,6 +15,7 @@ import pytest
 from redraft.config import Backend, BuildConfig, Precision
 from redraft.export import checkpoint as checkpoints
 from redraft.export.checkpoint import Checkpoint
+from redraft.export.product_forms import ProductPlan
 from redraft.export.product_weights import ProductWeight
 from redraft.export.products import quantize_products
 from redraft.export.sources import Source
@@ -25,6 +26,7 @@ from tests.export.test_dequantize import logits
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 LAYERS = 2
+PLAIN = ("transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight")
 Exports = Callable[[Precision, Backend], tuple[VerifierExport, Path]]
 
 
@@ -57,11 +59,8 @@ def test_every_product_of_gpt2_is_quantized(precision: Precision, most: float, e
     count = operators(folder)
     assert count["MatMulNBits"] == 4 * LAYERS + 1
     assert not {"MatMul", "Gemm"} & set(count)
-    plain = {ref.initializer for ref in exported.weights if len(ref.shape) == 2 and ref.dtype == "F32"}
-    assert {name for name in plain if not name.endswith(".scales")} == {
-        "transformer.wte.weight",
-        "transformer.wpe.weight",
-    }
+    assert count["GatherBlockQuantized"] == 2  # of tokens and of positions
+    assert [ref for ref in exported.weights if len(ref.shape) == 2 and ref.initializer in PLAIN] == []
     expected = logits(*exports("fp32", "onnxruntime"))
     error = np.abs(logits(exported, folder) - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < most
@@ -102,5 +101,5 @@ def test_products_over_one_weight_have_the_same_bits(gpt2: Checkpoint) -> None:
     nodes = [attended, ir.node("TreeAttention", [attended.outputs[0]]), other]
     outputs = [nodes[1].outputs[0], other.outputs[0]]
     graph = ir.Graph([x], outputs, nodes=nodes, initializers=[weight], opset_imports={"": 21})
-    quantize_products(ir.Model(graph, ir_version=10), source, "int4", "")
+    quantize_products(ir.Model(graph, ir_version=10), source, ProductPlan("int4"), "")
     assert [node.attributes["bits"].as_int() for node in graph if node.op_type == "MatMulNBits"] == [8, 8]

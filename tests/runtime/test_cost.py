@@ -27,7 +27,7 @@ class Timed(Verifier):
     def measure_ms(self, sequences: int, nodes: int, kv_len: int) -> float:
         assert nodes <= self.max_model_len
         Timed.calls += 1
-        return 1.0 + 0.1 * nodes + 0.01 * (Timed.calls % 3)
+        return 1.0 + 0.1 * nodes + 0.01 * (Timed.calls % 4)
 
 
 @pytest.fixture
@@ -54,8 +54,20 @@ def test_points_that_make_no_curve_are_refused(points: dict[int, float]) -> None
 
 
 def test_measuring_takes_the_least_of_several_and_fits_the_buffer(verifier: Timed) -> None:
-    curve = measure_curve(verifier, sizes=(1, 2, 4, 64), seconds=0.0)
-    assert curve.table_ms == pytest.approx((0.0, 1.11, 1.21, 1.31, 1.41), abs=0.011)
+    curve = measure_curve(verifier, sizes=(1, 2, 4, 64), seconds=60.0)
+    assert curve.table_ms == pytest.approx((0.0, 1.1, 1.2, 1.3, 1.4))
+
+
+@pytest.mark.parametrize(("sequences", "second"), [(1, 8), (3, 2)])
+def test_a_verifier_that_is_slow_is_measured_at_two_sizes_and_extrapolated(
+    monkeypatch: pytest.MonkeyPatch, sequences: int, second: int
+) -> None:
+    called = []
+    verifier = Verifier(FakeHost(FakeEngine()), SHAPE, 30, 3)
+    monkeypatch.setattr(verifier, "measure_ms", lambda batch, nodes, kv: called.append(nodes) or 90.0 + 10.0 * nodes)
+    curve = measure_curve(verifier, seconds=0.0, sequences=sequences)
+    assert called == [1, 1, second, second]
+    assert curve.table_ms[1:] == pytest.approx([90.0 + 10.0 * nodes for nodes in range(1, 25)])
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from redraft import names
 from redraft.engines.device import Buffer, Run
 from redraft.engines.host_buffer import array_of
 from redraft.runtime.exactness import Exactness, measure_exactness, settle_exactness
@@ -24,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Rounding(FakeEngine):
-    """A fake whose logits are off by a bit in selected calls, by sequences and rows."""
+    """A model without attention whose logits are off by a bit in selected calls, by sequences and rows."""
 
     def __init__(self, where: Callable[[int, int], bool]) -> None:
         super().__init__()
@@ -32,12 +33,15 @@ class Rounding(FakeEngine):
         self.calls = 0
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        run, logits = super().bind(buffers), array_of(buffers["logits"])
-        sequences, rows = buffers["token_ids"].shape
+        ids, positions, wanted, logits = (
+            array_of(buffers[name]) for name in (names.TOKEN_IDS, names.POSITIONS, names.OUTPUT_ROWS, names.LOGITS)
+        )
+        sequences, rows = ids.shape
 
         def rounded() -> None:
-            run()
             self.calls += 1
+            last = np.take_along_axis(ids + 1000 * positions, wanted, axis=1)
+            logits[:] = np.sin(last[..., None] * np.arange(1.0, logits.shape[-1] + 1))
             if self.where(sequences, rows):
                 logits[:] += np.float32(1e-6)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.engines import open_bundle
+from redraft.engines import host_device, open_bundle
 from redraft.engines.device import slots_of
+from redraft.engines.host_buffer import array_of
 from redraft.runtime import Runtime, SpeculationParams, api, graph_steps, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters import engine
@@ -23,7 +24,7 @@ from redraft.types import Costs
 from tests.standins.cuda import FakeCuda
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE, FakeEngine, fake_verifier
+from .fakes import CURVE, VOCABULARY, FakeEngine, fake_verifier
 from .lyanna_bundle import CONTEXT
 from .test_lyanna import FULL, PARAMS, PROMPTS, plain, request  # noqa: F401
 
@@ -159,6 +160,39 @@ def test_a_prompts_chunk_as_wide_as_a_tree_leaves_the_trees_step_as_it_was() -> 
     again = verifier.chunk_logits(text[:16], 0, 16)
     (alone,) = verifier.logits([chain(text[15:16])], [15])
     assert again.tobytes() == alone.tobytes()
+
+
+def test_a_bundle_with_drafters_and_large_weights_has_one_engine(
+    lyanna_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plain: list[list[int]],  # noqa: F811
+) -> None:
+    monkeypatch.setattr(host_device, "MOST_COPIED_BYTES", 0)
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+        assert runtime.verifier.branches
+        for way in ("none", SpeculationParams("lyanna", budget=FULL)):
+            found = runtime.generate(PROMPTS, PARAMS, way)
+            assert [list(generation.token_ids) for generation in found] == plain
+        assert not runtime.verifier.prefers_chains
+
+
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_the_host_computes_a_prompt_without_padding(fewest: int) -> None:
+    verifier = fake_verifier(engine := FakeEngine(), 400)
+    verifier.fewest_rows = fewest
+    computed(verifier, [97] * 129, 0)
+    assert engine.sizes == [(1, 128), (1, fewest)]
+
+
+def test_steps_of_the_host_share_the_memory_of_their_logits() -> None:
+    verifier = fake_verifier(FakeEngine(), 400, 2)
+    for sequences, nodes in ((1, 3), (2, 8), (1, 5), (1, 8)):
+        trees = [chain(np.full(nodes, 97))] * sequences
+        (first, *_) = verifier.logits(trees, [0] * sequences)
+        step = verifier.steps.tree(trees, [0] * sequences)
+        assert np.shares_memory(array_of(step.logits), verifier.steps._logits)  # type: ignore[attr-defined]
+        assert array_of(step.logits)[0].tobytes() == first.tobytes()
+    assert verifier.steps._logits.size == 2 * 8 * VOCABULARY  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("sequences", "fewest", "width"), [(1, 5, 8), (1, 2, 2), (2, 5, 4), (3, 1, 1)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from redraft import names
+from redraft.engines import host_device
 from redraft.engines.bundle import Bundle
 from redraft.engines.host_device import BLOCK_ROWS, HostDevice
 from redraft.runtime.exactness import measure_exactness
@@ -155,9 +157,15 @@ def test_trees_of_different_shapes_and_lengths_together(long_bundle):
         assert rows[list(path)].tobytes() == whole[past : past + len(path)].tobytes()
 
 
-def test_a_tree_that_branches_needs_its_engine(tmp_path):
+@pytest.mark.parametrize("most_copied", [0, 1 << 30])
+def test_a_tree_that_branches_needs_its_engine(tmp_path, monkeypatch, most_copied):
+    """It is opened besides that for chains, or in its place if the weights are large."""
+    monkeypatch.setattr(host_device, "MOST_COPIED_BYTES", most_copied)
     bundle = lowered(Decoder(), tmp_path)
     verifier = open_form(Decoder(), bundle, names.VERIFIER_SINGLE, rows=64)
+    text = np.arange(20) % 61
+    expected = verifier.logits([chain(text)], [0])[0]
+    first = weakref.ref(verifier.steps._engine)
     assert not verifier.branches
     tree, _ = branched(*np.random.default_rng(5).integers(0, 61, (2, 20)))
     part = exact_part(tree, 0, verifier.branches, verifier.block_rows)
@@ -165,6 +173,8 @@ def test_a_tree_that_branches_needs_its_engine(tmp_path):
     verifier.take_branches()
     assert verifier.branches
     assert exact_part(tree, 0, verifier.branches, verifier.block_rows) is tree
+    assert (first() is None) == (most_copied == 0)
+    assert verifier.logits([chain(text)], [0])[0].tobytes() == expected.tobytes()
 
 
 def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):

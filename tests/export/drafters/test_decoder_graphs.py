@@ -17,11 +17,11 @@ from redraft.engines.calls import Calls
 from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
-from redraft.errors import CheckpointError, UsageError
+from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
-from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
+from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of, sizes_of
 from redraft.export.drafters.draft_model_graphs import EXPORTER
 from redraft.export.support import load_config
 from redraft.export.verifier import VerifierExport
@@ -30,7 +30,7 @@ from redraft.methods.decoder import DecoderShape, draft_inputs, draft_outputs
 from redraft.methods.draft_model import DraftModelBuild
 from redraft.signatures import VerifierShape
 from tests.engines.sessions import session_of
-from tests.export.models import write_checkpoint
+from tests.export.models import config_of, write_checkpoint
 from tests.noise import keys_of, noise_rows
 
 from .tiny import VOCABULARY, Verifier, counts
@@ -125,11 +125,13 @@ def test_a_draft_is_the_models_own_continuation(
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, ExportedDrafter]]:
-    """Plain checkpoints by architecture: their folders, and the folders of their graphs."""
+    """Plain checkpoints by architecture: their folders, and the folders of their graphs. Texts pass mistral's limit."""
     found = {}
     for architecture in ("llama", "mistral", "qwen2", "gemma2"):
         folder = tmp_path_factory.mktemp(architecture)
-        checkpoint, out = write_checkpoint(folder / "model", architecture), folder / "graphs"
+        limit = 8 if architecture == "mistral" else 128
+        checkpoint = write_checkpoint(folder / "model", architecture, max_position_embeddings=limit)
+        out = folder / "graphs"
         out.mkdir()
         options = DraftModelBuild(precision="fp32", width=3 if architecture == "qwen2" else 1, steps=8)
         found[architecture] = checkpoint, out, export_checkpoint("d", Checkpoint.open(checkpoint), OF_97, out, options)
@@ -232,11 +234,17 @@ def test_a_vocabulary_of_another_size(tokens: int, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_the_verifier(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "short", "llama", max_position_embeddings=64))
+    """A table of positions ends. LongRoPE would rotate earlier keys anew."""
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "short", "gpt2", max_position_embeddings=64))
     with pytest.raises(CheckpointError, match="its texts have at most 64 tokens, the verifier's have 96"):
         export_checkpoint("d", checkpoint, OF_97, tmp_path, DraftModelBuild())
     with pytest.raises(UsageError, match="draft_vocabulary needs counts of tokens"):
         export_checkpoint("d", checkpoint, OF_97, tmp_path, DraftModelBuild(draft_vocabulary=10))
+    factors = [1.0] * 6
+    rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": factors, "long_factor": factors}
+    long = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    with pytest.raises(UnsupportedModelError, match="drafter d: phi3 changes its rotary embedding in texts of more"):
+        sizes_of("d", long, 96)
 
 
 def test_a_student_of_another_verifier(little_verifier: Verifier, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Slabs:
             for slab in self.slabs(parameter):
                 yield slab.astype(np.uint8), Grid(slab[:, :1], slab[:, 1:].astype(np.uint8))
 
-        return StoredGrid(8, 2, coded)
+        return StoredGrid(8, 2, False, coded)
 
 
 @pytest.mark.parametrize("rows", [[0, 3, 4, 8], [5], [0, 1, 2], list(range(9))], ids=str)

@@ -1,0 +1,328 @@
+"""Checks that rounded engines compute what they should: each product by its stored codes, and all between the products.
+
+1. Stored codes are the checkpoint's weights, as closely as their bits allow.
+2. Each product's result is that of its stored codes and its input, rounded as ONNX Runtime rounds it.
+3. Each product's input is what transformers' own modules compute from the results of the products before it.
+
+The sums' order is the only difference that is allowed in 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from redraft import names
+from redraft.assembly.scoring import fill_chain
+from redraft.engines import Bundle, open_calls
+from redraft.engines.manifest import GraphRecord
+from redraft.errors import UnsupportedModelError
+from redraft.garbage import return_memory
+from redraft.names import TensorSpec, WeightRef
+
+if TYPE_CHECKING:
+    from redraft.export.product_weights import ProductWeight
+    from redraft.export.verifier import TracedVerifier
+
+Array = NDArray[np.float32]
+GRAPH = "verifier.check"
+CHUNKS = (16, 1, 1, 6)
+"""Tokens of each call: a prompt's, single ones, a draft's."""
+ORDER = 2e-3
+"""Largest difference by the order of sums, of root mean squares. Inputs at a tie may be rounded up or down."""
+ROUNDED = {8: 0.02, 4: 0.3}
+"""Largest root mean square difference of a weight from its stored codes, relative to the weight's."""
+COMPARED_ROWS = 96
+
+
+@dataclass(frozen=True)
+class CheckedProducts:
+    """The result. products: their number.   difference: the largest one of a value, relative to its row's size."""
+
+    products: int
+    difference: float
+    between: bool
+
+    def describe(self) -> str:
+        """Return one line about the result."""
+        also = " and everything between them equal" if self.between else " equal"
+        return f"checked: {self.products} products{also} their rounded reference"
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One MatMulNBits: the names of its input before smoothing and sums, and of its result; its parameters."""
+
+    stem: str
+    input: str
+    result: str
+    bits: int
+    block: int
+    columns: int
+    parameters: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def check_products(bundle: Bundle, traced: TracedVerifier, texts: Sequence[int]) -> CheckedProducts:
+    """Compare the staged bundle's engine for any batch. texts: token ids of one text.
+
+    Raises UnsupportedModelError naming the first product that differs. `between` is False if transformers has no module
+    for some product, as for experts.
+    """
+    from redraft.export.forced import Recorded, can_force, compare_forced
+
+    graph = ir.load(bundle.path / bundle.graph(bundle.host_graph(False)).file)
+    products = list(_products(graph, traced))
+    lookups = dict(_lookups(graph))
+    tokens = list(texts)[: sum(CHUNKS)]
+    found = _record(bundle, graph, products, lookups, tokens)
+    return_memory()
+    worst = 0.0
+    stored = {ref.initializer: ref for ref in bundle.manifest.weights}
+    for product in products:
+        worst = max(worst, _check_product(bundle.path, stored, product, traced, found))
+    parts = {
+        parameter: found[product.result][:, begin : begin + size]
+        for product in products
+        for parameter, begin, size in _parts(product)
+    }
+    inputs = {parameter: found[product.input] for product in products for parameter in product.parameters}
+    rows = {table: found[value] for table, value in lookups.items()}
+    between = can_force(traced, parts)
+    if between:
+        seen: list[float] = []
+        compare_forced(
+            traced,
+            Recorded(tokens, inputs, {k: np.ascontiguousarray(v) for k, v in parts.items()}, rows, found[names.LOGITS]),
+            lambda name, expected, value: seen.append(_apart(f"the input of {name}", expected, value)),
+        )
+        worst = max([worst, *seen])
+    return CheckedProducts(len(products), worst, between)
+
+
+def _products(graph: ir.Model, traced: TracedVerifier) -> Iterator[_Product]:
+    """Yield the products over stored codes."""
+    weights = {name: (weight, place) for weight in traced.products for place, name in enumerate(weight.parameters)}
+    for node in graph.graph:
+        if node.op_type != "MatMulNBits":
+            continue
+        codes = node.inputs[1]
+        assert codes is not None
+        assert node.inputs[0] is not None
+        stem = str(codes.name).removesuffix(names.CODES)
+        weight, first = weights[stem.removesuffix(".merged")]
+        rows, bits = node.attributes["N"].as_int(), node.attributes["bits"].as_int()
+        parameters, sizes = _covered(weight, first, rows, traced)
+        given = _before(node.inputs[0])
+        yield _Product(
+            stem, given, str(node.outputs[0].name), bits, node.attributes["block_size"].as_int(),
+            weight.shape(traced.source)[1], parameters, sizes,
+        )  # fmt: skip
+
+
+def _covered(
+    weight: ProductWeight, first: int, rows: int, traced: TracedVerifier
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the parameters from the number `first` on that have `rows` outputs together, and the outputs of each."""
+    parameters: list[str] = []
+    sizes: list[int] = []
+    for part in weight.parts()[first:]:
+        if sum(sizes) < rows:
+            parameters.append(part.parameters[0])
+            sizes.append(part.shape(traced.source)[0])
+    assert sum(sizes) == rows, weight
+    return tuple(parameters), tuple(sizes)
+
+
+def _before(value: ir.Value) -> str:
+    """Return the name of a product's input before the sums of blocks and the smoothing."""
+    node = value.producer()
+    if node is not None and node.op_type == "Concat":
+        sums = node.inputs[1].producer() if node.inputs[1] is not None else None
+        if sums is not None and sums.op_type == "ReduceSum" and node.inputs[0] is not None:
+            return _before(node.inputs[0])
+    if node is not None and node.op_type == "Mul":
+        for one, other in (node.inputs, node.inputs[::-1]):
+            if other is not None and one is not None and (other.name or "").endswith(names.SMOOTHING):
+                return str(one.name)
+    return str(value.name)
+
+
+def _lookups(graph: ir.Model) -> Iterator[tuple[str, str]]:
+    """Yield the parameters whose rows are rounded, and the names of the looked-up values."""
+    for node in graph.graph:
+        if node.op_type == "GatherBlockQuantized":
+            table, value = node.inputs[0], node.outputs[0]
+            assert table is not None
+            users = [use.node for use in value.uses() if use.node.op_type == "Mul"]
+            smoothed = [n for n in users if any((x.name or "").endswith(names.SMOOTHING) for x in n.inputs if x)]
+            value = smoothed[0].outputs[0] if smoothed else value
+            yield str(table.name).removesuffix(names.ROWS), str(value.name)
+
+
+def _record(
+    bundle: Bundle, graph: ir.Model, products: Sequence[_Product], lookups: Mapping[str, str], tokens: Sequence[int]
+) -> dict[str, Array]:
+    """Run a chain of tokens. Returns the wanted values of the graph by name, [T, n]."""
+    manifest, shape = bundle.manifest, bundle.manifest.shape
+    wanted = {name for product in products for name in (product.input, product.result)} | set(lookups.values())
+    values = {value.name: value for node in graph.graph for value in node.outputs}
+    outputs = {value.name for value in graph.graph.outputs}
+    record = bundle.graph(bundle.host_graph(False))
+    specs = list(record.outputs)
+    for name in sorted(wanted - outputs):
+        value = values[name]
+        sizes = {p.input: p.columns for p in products} | {p.result: sum(p.sizes) for p in products}
+        size = sizes.get(name, shape.hidden)
+        rows = "R" if any(p.result == names.LOGITS and p.input == name for p in products) else "T"
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", rows, size])
+        graph.graph.outputs.append(value)
+        specs.append(TensorSpec(name, "float32", ("B", rows, size)))
+    file = f"{GRAPH}.onnx"
+    try:
+        ir.save(graph, bundle.path / file)
+        graphs = {**manifest.graphs, GRAPH: GraphRecord(file, record.inputs, tuple(specs))}
+        calls = open_calls(Bundle(bundle.path, replace(manifest, graphs=graphs)), GRAPH)
+        for layer in range(shape.layers):
+            for cache in (names.key_cache(layer), names.value_cache(layer)):
+                calls.bind(cache, np.zeros((1, shape.kv_heads, len(tokens) + 1, shape.head_dim), np.float32))
+        parts: dict[str, list[Array]] = {name: [] for name in {*wanted, names.LOGITS}}
+        start = 0
+        for size in CHUNKS:
+            chunk = np.asarray(tokens[start : start + size], np.int64)
+            if not len(chunk):
+                break
+            call = calls.prepare(B=1, T=len(chunk), R=len(chunk))
+            fill_chain(call, chunk, start)
+            call.run()
+            for name, rows_ in parts.items():
+                rows_.append(call.outputs[name][0].copy())
+            start += len(chunk)
+    finally:
+        (bundle.path / file).unlink(missing_ok=True)
+    return {name: np.concatenate(rows_) for name, rows_ in parts.items()}
+
+
+def _parts(product: _Product) -> Iterator[tuple[str, int, int]]:
+    begin = 0
+    for parameter, size in zip(product.parameters, product.sizes, strict=True):
+        yield parameter, begin, size
+        begin += size
+
+
+def _check_product(
+    folder: Path, stored: Mapping[str, WeightRef], product: _Product, traced: TracedVerifier, found: Mapping[str, Array]
+) -> float:
+    """Compare some outputs of each part: the codes with the checkpoint, the result with the codes."""
+    x, worst = found[product.input], 0.0
+    inverse = stored.get(f"{product.stem}{names.SMOOTHING}")
+    factors = None if inverse is None else _array(folder, inverse, np.float32)
+    scaled = x if factors is None else x * factors
+    given = _with_sums(scaled, product, stored)
+    choices = (_rounded_inputs(given, product.block), given)  # some processors have no kernel for rounded inputs
+    for parameter, begin, size in _parts(product):
+        for first in {0, max(0, size - COMPARED_ROWS)}:
+            rows = slice(begin + first, begin + min(size, first + COMPARED_ROWS))
+            weight = _stored_rows(folder, stored, product, rows)
+            exact = _weight_rows(traced, parameter, first, rows.stop - rows.start)
+            own = weight[:, : product.columns] + _offsets(weight, product)
+            own = own if factors is None else own * factors
+            _check_weight(parameter, exact, own, product.bits)
+            result = found[product.result][:, rows]
+            apart = [_relative(choice[:, : weight.shape[1]] @ weight.T, result) for choice in choices]
+            if not min(apart) <= ORDER:
+                raise _different(f"the product of {parameter}", min(apart))
+            worst = max(worst, min(apart))
+    return worst
+
+
+def _with_sums(x: Array, product: _Product, stored: Mapping[str, WeightRef]) -> Array:
+    """Append the sums of blocks, if the product has offsets, and zeros up to whole blocks."""
+    own = -(-product.columns // product.block)
+    blocks = stored[f"{product.stem}{names.CODES}"].shape[1]
+    if blocks > own:
+        x = np.concatenate([x, x.reshape(len(x), own, -1).sum(-1)], 1)
+    return np.pad(x, ((0, 0), (0, blocks * product.block - x.shape[1])))
+
+
+def _offsets(weight: Array, product: _Product) -> Array:
+    """Return the offsets of a stored weight's blocks, repeated for each of their inputs."""
+    own = -(-product.columns // product.block)
+    blocks = weight.shape[1] // product.block
+    if blocks == own:
+        return np.zeros((len(weight), product.columns), np.float32)
+    return np.repeat(weight[:, product.columns : product.columns + own], product.block, 1)
+
+
+def _rounded_inputs(x: Array, block: int) -> Array:
+    blocks = x.reshape(len(x), -1, block)
+    scales = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
+    codes = np.rint(blocks / np.where(scales > 0, scales, 1))
+    rounded: Array = (codes * scales).reshape(x.shape).astype(np.float32)
+    return rounded
+
+
+def _stored_rows(folder: Path, stored: Mapping[str, WeightRef], product: _Product, rows: slice) -> Array:
+    """Return rows of a stored weight in fp32, offsets and padding included."""
+    codes = _array(folder, stored[f"{product.stem}{names.CODES}"], np.uint8, rows)
+    scales = _array(folder, stored[f"{product.stem}{names.SCALES}"], np.float32, rows)
+    zeros: Any = np.uint8(1 << product.bits - 1)
+    if ref := stored.get(f"{product.stem}{names.ZEROS}"):
+        zeros = _unpacked(_array(folder, ref, np.uint8, rows), product.bits)[:, : scales.shape[1], None]
+    values = _unpacked(codes, product.bits).astype(np.float32) - zeros
+    scaled: Array = (values * scales[..., None]).reshape(len(codes), -1)
+    return scaled
+
+
+def _unpacked(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    if bits == 8:
+        return codes
+    return np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+
+
+def _array(folder: Path, ref: WeightRef, dtype: Any, rows: slice = slice(None)) -> NDArray[Any]:
+    mapped = np.memmap(folder / ref.file, dtype, "r", ref.offset, ref.shape)
+    return np.array(mapped[rows])
+
+
+def _weight_rows(traced: TracedVerifier, parameter: str, first: int, count: int) -> Array:
+    """Return rows of a weight [out, in] of the checkpoint."""
+    weight = next(w for w in traced.products if parameter in w.parameters)
+    if weight.turned or traced.source.stored(parameter) is None:
+        slabs = next(part for part in weight.parts() if part.parameters == (parameter,)).slabs(traced.source)
+        return np.concatenate(list(slabs))[first : first + count]
+    return traced.source.rows(parameter, first, first + count)
+
+
+def _check_weight(parameter: str, exact: Array, own: Array, bits: int) -> None:
+    size = float(np.sqrt(np.mean(exact * exact)))
+    apart = float(np.sqrt(np.mean((own - exact) ** 2))) / max(size, 1e-30)
+    if not apart <= ROUNDED[bits]:
+        raise _different(f"the stored weight of {parameter}", apart)
+
+
+def _apart(what: str, expected: Array, found: Array) -> float:
+    apart = _relative(expected, found)
+    if not apart <= ORDER:
+        raise _different(what, apart)
+    return apart
+
+
+def _relative(expected: Array, found: Array) -> float:
+    """Return the root mean square difference of two results, relative to the root mean square of the first."""
+    size = float(np.sqrt(np.mean(np.square(expected, dtype=np.float64))))
+    return float(np.sqrt(np.mean(np.square(found - expected, dtype=np.float64)))) / max(size, 1e-30)
+
+
+def _different(what: str, apart: float) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the exported model differs from the checkpoint: {what} differs by {apart:.2g} of its size, more than "
+        "rounding",
+        "report this model",
+    )

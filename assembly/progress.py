@@ -1,0 +1,84 @@
+"""Progress of a build: its stage, the share that is done, and the time left, renewed every second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from redraft.garbage import return_memory
+
+Report = Callable[[str], None]
+"""Receives one line of progress."""
+SECONDS_BETWEEN_LINES = 1.0
+BAR = 20
+"""Characters of the bar."""
+
+
+class BuildProgress:
+    """Reports a build's stages as lines such as `######.... 62 %, 35 s left: writing weights 40 %`.
+
+    The time left comes from the expected seconds of each stage, times how much slower the finished ones were.
+    A thread repeats the latest line with new times, since a stage may be silent for long.
+    """
+
+    def __init__(self, report: Report, expected: Mapping[str, float]) -> None:
+        """expected: seconds by stage, in order, on an idle machine. Stages that are skipped count as done at once."""
+        self._report, self._expected = report, dict(expected)
+        self._order = list(expected)
+        self._stage, self._share = "", 0.0
+        self._started = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """Begin a stage. Yields a function that receives what of it is done, and the whole of it."""
+        self._stage, self._share = name, 0.0
+        self._report(self.line())
+
+        def update(done: int, total: int) -> None:
+            self._share = done / total if total else 0.0
+
+        yield update
+        return_memory()
+        self._share = 1.0
+
+    def say(self, line: str) -> None:
+        """Report a line that is not about time."""
+        self._report(line)
+
+    def line(self) -> str:
+        """Return the build's share and time left, and the latest stage with its share."""
+        done, left = self._seconds()
+        elapsed = time.monotonic() - self._started
+        pace = elapsed / done if done > 1 else 1.0
+        share = f" {100 * self._share:.0f} %" if self._share else ""
+        whole = done / max(done + left, 1e-9)
+        bar = ("#" * round(BAR * whole)).ljust(BAR, ".")
+        return f"{bar} {100 * whole:.0f} %, {pace * left:.0f} s left: {self._stage}{share}"
+
+    def _seconds(self) -> tuple[float, float]:
+        """Return the expected seconds of what is done and of what is left."""
+        place = self._order.index(self._stage) if self._stage in self._order else 0
+        before = sum(self._expected[name] for name in self._order[:place])
+        done = before + self._share * self._expected.get(self._stage, 0.0)
+        return done, sum(self._expected.values()) - done
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_LINES):
+            if self._stage:
+                self._report(self.line())

@@ -1,0 +1,114 @@
+"""transformers' modules with the products of an engine in place of their own: a comparison of everything between them.
+
+Rounded inputs make small differences grow from layer to layer, so that results of whole models cannot be compared. Here
+each product's input is compared with the engine's, and its result is the engine's. Differences cannot grow, and the
+modules need no weights but those of norms and biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from redraft.errors import UnsupportedModelError
+from redraft.export.streaming import parameter_names, streamed_model
+
+if TYPE_CHECKING:
+    from redraft.export.verifier import TracedVerifier
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What an engine computed for one text: by parameter, the input and the result [T, n] of its product.
+
+    rows:   looked-up rows [T, n] by parameter, if the bundle rounds them.   logits: [T, V].
+    """
+
+    tokens: Sequence[int]
+    inputs: Mapping[str, Array]
+    results: Mapping[str, Array]
+    rows: Mapping[str, Array]
+    logits: Array
+
+
+def can_force(traced: TracedVerifier, parameters: Collection[str]) -> bool:
+    """Return True if transformers has a module for every one of these weights."""
+    if traced.loaded is None or traced.architecture.whole_class is not traced.architecture.text_class:
+        return False
+    with torch.device("meta"):
+        model = traced.architecture.text_class._from_config(traced.architecture.text)
+    own = {
+        name
+        for names in (parameter_names(model)[id(m.weight)] for m in model.modules() if _multiplies(m))
+        for name in names
+    }
+    return set(parameters) <= own
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return True if the module is one product with the parameter `weight`."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
+
+
+def compare_forced(traced: TracedVerifier, recorded: Recorded, compare: Callable[[str, Array, Array], None]) -> None:
+    """Run transformers' modules over the text.
+
+    compare: receives a parameter's name, transformers' input of its product, and the engine's; at last `logits`.
+    Raises UnsupportedModelError if transformers cannot run the model.
+    """
+    assert traced.loaded is not None
+    absent = {*recorded.results, *recorded.rows}
+    with streamed_model(traced.checkpoint, traced.architecture, traced.loaded, absent=_tied(traced, absent)) as model:
+        names = parameter_names(model)
+        for module in model.modules():
+            if not _multiplies(module):
+                continue
+            its = names[id(module.weight)]
+            if isinstance(module, nn.Embedding):
+                if table := next((name for name in its if name in recorded.rows), None):
+                    module.register_forward_pre_hook(_rows_of(recorded.tokens, recorded.rows[table]))
+            elif product := next((name for name in its if name in recorded.results), None):
+                module.forward = _forced(module, product, recorded, compare)
+        logits = model(input_ids=torch.tensor([list(recorded.tokens)]), use_cache=False).logits[0]
+    compare("logits", logits.float().numpy(), recorded.logits)
+
+
+def _tied(traced: TracedVerifier, names: Collection[str]) -> set[str]:
+    """Return the names and those of the same tensors."""
+    assert traced.loaded is not None
+    tensors = {id(traced.loaded.parameters[name]) for name in names if name in traced.loaded.parameters}
+    return {name for name, tensor in traced.loaded.parameters.items() if id(tensor) in tensors} | set(names)
+
+
+def _rows_of(tokens: Sequence[int], rows: Array) -> Callable[[Any, Any], None]:
+    """Return a hook that gives an embedding the rows of these tokens. Pages of other rows are not touched."""
+
+    def fill(module: Any, args: Any) -> None:
+        weight = torch.zeros(module.weight.shape)
+        weight[torch.tensor(list(tokens))] = torch.from_numpy(rows)
+        module.weight.data = weight
+
+    return fill
+
+
+def _forced(
+    module: nn.Module, parameter: str, recorded: Recorded, compare: Callable[[str, Array, Array], None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.reshape(-1, x.shape[-1]).shape != recorded.inputs[parameter].shape:
+            raise UnsupportedModelError(f"the product of {parameter} has inputs of another shape {tuple(x.shape)}")
+        compare(parameter, x.reshape(-1, x.shape[-1]).numpy(), recorded.inputs[parameter])
+        result = torch.from_numpy(recorded.results[parameter]).reshape(*x.shape[:-1], -1)
+        bias = getattr(module, "bias", None)
+        return result if bias is None else result + bias
+
+    return forward
