@@ -75,10 +75,11 @@ def test_quantized_build_reports_perplexity_next_to_fp32(
     assert summary["precision"] == precision
     files = [path for path in out.rglob("*") if path.is_file() and path.name != "manifest.json"]
     assert summary["own_bytes"] == summary["bytes"] == sum(path.stat().st_size for path in files)
-    attention, others, rest, head = 2 * 64 * 32, 2 * (32 * 32 + 3 * 64 * 32), 32 * 32 + 5 * 32, 32 * 32
-    counts = {"4 bits": others, "8 bits": attention + head, "fp32": rest}
+    rows, norms, vocabulary = 64 + 32 + 2 * 64 + 32, 5 * 32, 2 * 32 * 32
+    weights, sums = 2 * (64 * 32 + 32 * 32 + 3 * 64 * 32), 2 * rows * 32
+    counts = {"4 bits": weights + sums, "8 bits": vocabulary, "fp32": norms}
     if precision == "int8":
-        counts = {"8 bits": attention + head + others, "fp32": rest}
+        counts = {"8 bits": weights + vocabulary, "fp32": norms}
     whole = sum(counts.values())
     assert summary["weight_shares"] == pytest.approx({kind: count / whole for kind, count in counts.items()})
     shown = redraft("inspect", out).stdout

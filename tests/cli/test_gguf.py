@@ -90,8 +90,7 @@ def test_differences_from_the_file_are_reported(redraft: Redraft, tmp_path: Path
     file.tokenizer["tokenizer.ggml.pre"] = "rwkv-5"
     path = file.write(tmp_path / "m.gguf")
     built = redraft("build", path, "-o", tmp_path / "out", "--precision", "int4", "--eval-text", "none", "--json")
-    rounded, split = json.loads(built.stdout)["caveats"]
-    assert rounded == "int4 rounds the file's Q4_1 weights a second time; --precision int8 loses less"
+    (split,) = json.loads(built.stdout)["caveats"]
     assert split.startswith("transformers does not know the pre-tokenizer 'rwkv-5'")
 
 

@@ -109,8 +109,8 @@ def test_quantized_weights_are_codes_times_scales(built: Built, tmp_path: Path) 
             np.testing.assert_array_equal(made[node.output[0]], dequantized(*(stored[name] for name in node.input)))
     for node in model.graph.node:
         if node.op_type == "MatMulNBits":
-            bits = next(each.i for each in node.attribute if each.name == "bits")
-            weights = from_blocks(*(stored[name] for name in node.input[1:]), bits)
+            sizes = {each.name: each.i for each in node.attribute}
+            weights = from_blocks(*(stored[name] for name in node.input[1:]), bits=sizes["bits"])[: sizes["K"]]
             model.graph.initializer.append(numpy_helper.from_array(weights, f"{node.output[0]}.weights"))
             node.CopyFrom(onnx.helper.make_node("MatMul", [node.input[0], f"{node.output[0]}.weights"], node.output))
     onnx.save(model, tmp_path / record.file)
@@ -124,10 +124,14 @@ def dequantized(codes: Array, scales: Array) -> Array:
     return codes.astype(np.float32) * np.repeat(rows, len(codes) // len(rows), axis=0)
 
 
-def from_blocks(codes: Array, scales: Array, zeros: Array, bits: int) -> Array:
-    """[K, N] of codes [N, blocks, bytes], with a scale and a zero point a block; of four bits the low ones first."""
+def from_blocks(codes: Array, scales: Array, zeros: Array | None = None, *, bits: int) -> Array:
+    """[K, N] of codes [N, blocks, bytes], with a scale and a zero point a block; of four bits the low ones first.
+
+    zeros: without them, the codes' middle.
+    """
     outputs, blocks, _ = codes.shape
-    zeros = zeros.reshape(outputs, -1)
+    middle = np.full((outputs, -(-blocks * bits // 8)), 0x88 if bits == 4 else 0x80, np.uint8)
+    zeros = middle if zeros is None else zeros.reshape(outputs, -1)
     if bits == 4:
         codes, zeros = (np.stack([each & 15, each >> 4], -1).reshape(*each.shape[:-1], -1) for each in (codes, zeros))
     zeros = zeros[:, :blocks, None].astype(np.float32)

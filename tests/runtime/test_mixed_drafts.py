@@ -206,9 +206,11 @@ def test_a_tree_of_another_slot_is_refused(lyanna_bundle: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair_bundle(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the embedded model with its two drafters."""
+    """Return the embedded model with its two drafters, in fp32: rounded activations would reorder near-ties."""
     tiny, out = root / "assets" / "tiny", tmp_path_factory.mktemp("pair") / "engines"
-    drafters = (lyanna_build(str(tiny / "lyanna")), DrafterBuild("mtp", str(tiny / "mtp"), "mtp", {"steps": 3}))
+    fp32 = {"precision": "fp32"}
+    mtp = DrafterBuild("mtp", str(tiny / "mtp"), "mtp", {"steps": 3, **fp32})
+    drafters = (lyanna_build(str(tiny / "lyanna"), **fp32), mtp)
     model = Model("tiny", str(tiny), tiny)
     build_bundle(model, BuildConfig(drafters=drafters), out, {}, False, lambda message: None)
     return out

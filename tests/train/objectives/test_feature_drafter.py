@@ -177,7 +177,8 @@ def test_gradients_are_those_of_the_loop(verifier, batch, form):
     objective.zero_grad()
     loop(objective, batch, chosen, torch.arange(VOCABULARY))[0].backward()
     for name, parameter in objective.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+        rounding = 5e-5 * parameter.grad.abs().max().item()  # of sums of numbers as large as the largest
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=rounding, msg=name)
 
 
 def test_detached_passes_send_no_gradient_to_the_pass_before(verifier, batch):
