@@ -36,11 +36,11 @@ class Conversation:
     def ask(self, text: str) -> list[int]:
         """Add a message of the user, and return the token ids of the prompt for the answer.
 
-        Raises UsageError if the template refuses the messages, and ConversationTooLong.
+        Raises UsageError if the template refuses the messages, and ConversationTooLong; the chat is then as before.
         """
-        self._messages.append({"role": "user", "content": text})
+        messages: list[Message] = [*self._messages, {"role": "user", "content": text}]
         ids = self._runtime.tokenizer.encode(
-            self._runtime.tokenizer.apply_chat_template(self._messages), special_tokens=False
+            self._runtime.tokenizer.apply_chat_template(messages), special_tokens=False
         )
         if len(ids) >= self._runtime.max_model_len:
             raise ConversationTooLong(
@@ -48,7 +48,9 @@ class Conversation:
                 "token included",
                 "shorten its messages, or let answers have fewer new tokens",
             )
-        return self._runtime.encode(ids)
+        found = self._runtime.encode(ids)
+        self._messages = messages
+        return found
 
     def answer(self, text: str) -> None:
         """Add a message of the assistant."""

@@ -1,0 +1,97 @@
+"""`redraft chat`: its answers are those of `generate --chat`, and no line that it cannot obey ends the conversation."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.little import Redraft
+
+from redraft.cli.chat import Chat
+from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime.conversation import Conversation
+
+LIMIT = ("--max-new-tokens", 6)
+
+
+@pytest.fixture
+def runtime(bundle: Path) -> Iterator[Runtime]:
+    with Runtime.open(bundle, verify=False) as opened:
+        yield opened
+
+
+def talk(redraft: Redraft, bundle: Path, *lines: str) -> tuple[list[str], list[str]]:
+    """Return the lines of the standard output and of the standard error."""
+    done = redraft("chat", bundle, *LIMIT, input="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def test_answers_follow_the_whole_conversation(redraft: Redraft, bundle: Path, runtime: Runtime) -> None:
+    conversation, expected = Conversation(runtime), []
+    for message in ("the cat", "the dog"):
+        ids = conversation.ask(message)
+        expected.append(runtime.generate([ids], SamplingParams(max_tokens=6), "none")[0].text)
+        conversation.answer(expected[-1])
+    assert expected[0] != expected[1]
+    first = redraft("generate", "--engines", bundle, "--prompt", "the cat", "--chat", *LIMIT, "--json")
+    assert json.loads(first.stdout)["text"] == expected[0]
+    out, _ = talk(redraft, bundle, "the cat", "", "the dog")
+    assert "\n".join(out) == "\n".join(expected)
+
+
+def test_commands(redraft: Redraft, bundle: Path) -> None:
+    out, err = talk(
+        redraft, bundle, "/stats", "/method none", "the cat", "/stats", "/method x", "/what", "/new", "/quit", "the dog"
+    )
+    assert out[0].startswith("  drafts with none; of none, ngram")
+    assert "  of 6 tokens: 6 by the model itself" in out
+    assert not any("answers" in line for line in out)
+    assert [line.split(";")[0] for line in err] == [
+        "redraft: there is no answer yet", "redraft: there is no method 'x'", "redraft: there is no command /what",
+    ]  # fmt: skip
+    assert len(out) == 5  # nothing answers what follows /quit
+
+
+def test_a_message_that_is_not_utf_8(redraft: Redraft, bundle: Path) -> None:
+    done = redraft(
+        "chat", bundle, *LIMIT, input="\udcff\nthe cat", encoding="utf-8", errors="surrogateescape",
+    )  # fmt: skip
+    assert done.stderr == "redraft: the prompt is not UTF-8 (character 0); convert it first\n"
+    assert done.stdout.splitlines() == talk(redraft, bundle, "the cat")[0]
+
+
+def test_a_full_context_does_not_end_the_conversation(redraft: Redraft, bundle: Path) -> None:
+    out, err = talk(redraft, bundle, "the cat " * 60, "the cat")
+    assert len(err) == 1
+    assert "tokens and the context holds 64" in err[0]
+    assert err[0].endswith("/new starts over")
+    assert out == talk(redraft, bundle, "the cat")[0]  # the long message is not part of the conversation
+
+
+def test_refusals(refused: Callable[..., str], bundle: Path, with_template: Any, tmp_path: Path) -> None:
+    assert "chat template" in refused("chat", with_template(None), status=2, input="a\n")
+    assert "no method 'x'" in refused("chat", bundle, "--method", "x", status=2, input="a\n")
+    refused("chat", tmp_path / "none", status=1, input="a\n")
+
+
+def test_an_interrupt_ends_the_answer_alone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat(runtime, None, SamplingParams(max_tokens=20, ignore_eos=True), "none")
+    printed: list[str] = []
+
+    def interrupt(_: Console, text: object, **options: object) -> None:
+        printed.append(str(text))
+        if len(printed) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Console, "print", interrupt)
+    assert chat.take("the cat")
+    assert len(printed) == 3
+    assert chat._conversation._messages[-1] == {"role": "assistant", "content": "".join(printed)}
+    assert chat.take("the dog")
+    assert len(printed) == 23
