@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,31 +106,33 @@ def build_bundle(
     )
     if not force and is_current(out, key):
         return load_manifest(out), True
-    config = resolve_drafters(config, checkpoint)  # imports PyTorch, which a current bundle must not wait for
-    check_drafters(config, checkpoint, digests)
-    check_room(checkpoint, config, out, measured=bool(texts))
-    with BundleWriter(out, model.name, force, config.random_weights) as writer:
-        writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
-        with BuildProgress(report, _expected_seconds(checkpoint, config, texts, check, tokens)) as progress:
+    expected = _expected_seconds(checkpoint, config, texts, check, tokens)
+    with BuildProgress(report, expected) as progress, ExitStack() as stack:
+        with progress.stage(LIBRARIES):  # which a current bundle must not wait for
+            config = resolve_drafters(config, checkpoint)
+            check_drafters(config, checkpoint, digests)
+            check_room(checkpoint, config, out, measured=bool(texts))
+            writer = stack.enter_context(BundleWriter(out, model.name, force, config.random_weights))
+            writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
             _load_libraries()
-            build = _Build(checkpoint, digests, model, config, writer.staging, progress, shared)
-            manifest = build.stage(texts, tokens)
-            weights = {name: digests[name] for name in checkpoint.files}
-            options = (*model.options, *options_of(model.build, config))
-            manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
-            if check and not config.random_weights:
-                _check(build, Bundle(writer.staging, manifest), out)
-            if tools:
-                from redraft.engines.tensorrt.stage import stage_engines
+        build = _Build(checkpoint, digests, model, config, writer.staging, progress, shared)
+        manifest = build.stage(texts, tokens)
+        weights = {name: digests[name] for name in checkpoint.files}
+        options = (*model.options, *options_of(model.build, config))
+        manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
+        if check and not config.random_weights:
+            _check(build, Bundle(writer.staging, manifest), out)
+        if tools:
+            from redraft.engines.tensorrt.stage import stage_engines
 
-                manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, progress.say)
-            with progress.stage(WRITE):
-                return writer.commit(manifest), False
+            manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, progress.say)
+        with progress.stage(WRITE):
+            return writer.commit(manifest), False
 
 
-TRACE, REFERENCE, WEIGHTS, MEASURE, DRAFTERS, CHECK, WRITE = (
-    "tracing the model", "running the model in fp32", "writing weights", "measuring quality", "building drafters",
-    "checking engines", "finishing the bundle",
+LIBRARIES, TRACE, REFERENCE, WEIGHTS, MEASURE, DRAFTERS, CHECK, WRITE = (
+    "loading libraries", "tracing the model", "running the model in fp32", "writing weights", "measuring quality",
+    "building drafters", "checking engines", "finishing the bundle",
 )  # fmt: skip
 """Stages of a build, in order."""
 
@@ -144,7 +146,8 @@ def _expected_seconds(
     rounded = config.rounds_products
     measured = bool(texts) * tokens / 1000
     return {
-        TRACE: 5 + 0.6 * layers,
+        LIBRARIES: 4,
+        TRACE: 2 + 0.6 * layers,
         REFERENCE: measured * (2 + 22 * billions),
         WEIGHTS: 1 + (8 if rounded else 1) * billions,
         MEASURE: measured * (2 + 14 * billions),

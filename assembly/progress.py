@@ -16,13 +16,16 @@ Report = Callable[[str], None]
 SECONDS_BETWEEN_LINES = 1.0
 BAR = 20
 """Characters of the bar."""
+SILENT_SHARE = 0.95
+"""Largest share of a stage that is assumed to be done."""
 
 
 class BuildProgress:
     """Reports a build's stages as lines such as `######.... 62 %, 35 s left: writing weights 40 %`.
 
     The time left comes from the expected seconds of each stage, times how much slower the finished ones were.
-    A thread repeats the latest line with new times, since a stage may be silent for long.
+    A thread repeats the latest line with new times, since a stage may be silent for long. It then counts as done in
+    proportion to its expected time, but never as all done.
     """
 
     def __init__(self, report: Report, expected: Mapping[str, float]) -> None:
@@ -30,7 +33,7 @@ class BuildProgress:
         self._report, self._expected = report, dict(expected)
         self._order = list(expected)
         self._stage, self._share = "", 0.0
-        self._started = time.monotonic()
+        self._started = self._stage_started = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
 
@@ -47,7 +50,7 @@ class BuildProgress:
     @contextmanager
     def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
         """Begin a stage. Yields a function that receives what of it is done, and the whole of it."""
-        self._stage, self._share = name, 0.0
+        self._stage, self._share, self._stage_started = name, 0.0, time.monotonic()
         self._report(self.line())
 
         def update(done: int, total: int) -> None:
@@ -75,7 +78,8 @@ class BuildProgress:
         """Return the expected seconds of what is done and of what is left."""
         place = self._order.index(self._stage) if self._stage in self._order else 0
         before = sum(self._expected[name] for name in self._order[:place])
-        done = before + self._share * self._expected.get(self._stage, 0.0)
+        stage, elapsed = self._expected.get(self._stage, 0.0), time.monotonic() - self._stage_started
+        done = before + (self._share * stage or min(elapsed, SILENT_SHARE * stage))
         return done, sum(self._expected.values()) - done
 
     def _repeat(self) -> None:

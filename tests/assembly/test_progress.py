@@ -22,7 +22,10 @@ def test_time_left_follows_the_pace(clock: list[float]) -> None:
     build = BuildProgress(lines.append, {"trace": 10.0, "write": 20.0, "check": 10.0})
     with build.stage("trace"):
         assert lines == [".................... 0 %, 40 s left: trace"]
-    clock[0] += 20  # twice the expected time
+        clock[0] += 6  # silent, and as fast as expected
+        assert build.line() == "###................. 15 %, 34 s left: trace"
+        clock[0] += 14  # twice the expected time, but for a twentieth
+        assert build.line().startswith("#####............... 24 %, 64 s left")
     with build.stage("write") as done:
         assert lines[1] == "#####............... 25 %, 60 s left: write"
         done(1, 2)
