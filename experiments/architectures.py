@@ -1,6 +1,6 @@
 """Checks the transformers architectures that redraft exports, and their texts against transformers' own.
 
-    python -m experiments.architectures [--only NAME,NAME] [--variants] [--out docs/models.md] [--json FILE]
+    python -m experiments.architectures [--only NAME,NAME] [--variants] [--out docs/architectures.md] [--json FILE]
 
 Every case is a small random checkpoint. It goes through `redraft build`, then decodes plainly, with n-grams and with
 trees, one text and two at a time. Tokens and logits are compared with transformers' eager model in float32. Finished
@@ -72,7 +72,7 @@ def main() -> None:
     lines = [*summary(found), "", *table(found)]
     print("\n".join(lines))
     if options.out:
-        options.out.write_text("\n".join(["# Models", "", INTRODUCTION, *lines, ""]), encoding="utf-8")
+        options.out.write_text("\n".join(["# Architectures", "", INTRODUCTION, *lines, ""]), encoding="utf-8")
     if options.json:
         options.json.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
 
