@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.little import write_checkpoint
 
 from redraft.assembly import product_check
@@ -14,16 +15,18 @@ from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.assembly.self_check import KnownText, known_texts
 from redraft.config import BuildConfig
+from redraft.engines.manifest import load_manifest
 from redraft.errors import BackendError, UnsupportedModelError
 from redraft.export import attention, quantize, verifier
+from redraft.export.calibrate import Calibrator
 from redraft.runtime.tree import make_tree
 
 
-def build(checkpoint: Path, out: Path, check: bool = True, **config) -> list[str]:
+def build(checkpoint: Path, out: Path, check: bool = True, texts: dict[str, str] | None = None, **config) -> list[str]:
     """Build in this process, and return the reported lines."""
     lines: list[str] = []
     model = Model("little", "little", checkpoint)
-    build_bundle(model, BuildConfig(**config), out, {}, True, lambda line: lines.append(line), check)
+    build_bundle(model, BuildConfig(**config), out, texts or {}, True, lambda line: lines.append(line), check)
     return lines
 
 
@@ -96,6 +99,16 @@ def test_a_product_that_is_not_of_its_codes_is_refused(checkpoint, tmp_path, mon
     monkeypatch.setattr(product_check, "_with_sums", larger)
     with pytest.raises(UnsupportedModelError, match=r"the product of .* differs"):
         build(checkpoint, tmp_path / "engines", precision="int4")
+
+
+def test_uneven_smoothing_is_accepted(checkpoint, tmp_path, monkeypatch):
+    """Inputs that are divided by large factors give their weights more of a block's codes than the others have."""
+    monkeypatch.setattr(
+        Calibrator, "_best_factors", lambda self, whole, *_: torch.logspace(-1.5, 1.5, whole[0].shape[1]).flip(0)
+    )
+    lines = build(checkpoint, tmp_path / "engines", texts={"words": "the cat sat on the mat. " * 9}, precision="int8")
+    assert any("products are smoothed" in choice for choice in load_manifest(tmp_path / "engines").choices)
+    assert any(line.startswith("checked: ") for line in lines)
 
 
 def test_trees_are_accepted_in_both_graphs(checkpoint, tmp_path):
