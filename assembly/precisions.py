@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 TARGETS: Mapping[Precision, float] = {"int8": 0.005, "int4": 0.03}
 """Largest rise of perplexity by precision, as a share, on each kind of text."""
+DIVERGENCE = 0.5
+"""Largest divergence as a share of the target: perplexity of texts rises by 1.4 to 4 times the divergence."""
 SURE = 2.6
 """Standard errors by which a rise must be above its target to count, since few tokens are measured."""
 AIM = 0.7
-"""Share of the target that a new choice aims for."""
+"""Share of the largest divergence that a new choice aims for."""
 ROUNDS = 3
 """Choices that are built and measured after the first one."""
 WORST = 10
@@ -32,11 +34,12 @@ NEXT = {4: 8, 8: 32}
 def misses(quality: Quality, target: float) -> bool:
     """Return True if a kind's divergence is above the target, or its perplexity surely is.
 
-    The divergence is what perplexity rises by on average on texts that the model itself writes, and it varies less.
+    The divergence is what perplexity rises by on average on texts that the model itself writes. It varies less than
+    what perplexity rises by on a given text, which is more.
     """
     limit = math.log1p(target)
     rises = {k: math.log(quality.perplexity[k] / quality.perplexity_fp32[k]) for k in quality.perplexity}
-    return any(quality.divergence[k] > limit or rises[k] - SURE * quality.error[k] > limit for k in rises)
+    return any(quality.divergence[k] > DIVERGENCE * limit or rises[k] - SURE * quality.error[k] > limit for k in rises)
 
 
 def raised(
@@ -46,7 +49,7 @@ def raised(
     """Return the plan with more bits for some products: the WORST ones at first.
 
     If these have more bits already, those get them whose errors are largest for their size. A bundle's divergence is
-    then taken to be proportional to the sum of its products' errors, and AIM of the target is what to expect.
+    then taken to be proportional to the sum of its products' errors, and AIM of the largest one is what to expect.
     """
     errors = {weight: _error(plan, weight, source, found) for weight in products}
     free = [weight for weight in errors if plan.fixed.isdisjoint(weight.parameters)]
@@ -56,7 +59,7 @@ def raised(
         chosen = sorted(free, key=lambda weight: gains[weight], reverse=True)[:WORST]
     else:
         total = sum(now for now, _, _ in errors.values())
-        enough = total * (1 - AIM * math.log1p(target) / max(*quality.divergence.values(), 1e-30))
+        enough = total * (1 - AIM * DIVERGENCE * math.log1p(target) / max(*quality.divergence.values(), 1e-30))
         gained = 0.0
         for weight in sorted(free, key=lambda w: gains[w] / math.prod(w.shape(source)), reverse=True):
             if gained >= enough:

@@ -9,7 +9,7 @@ tokens end none. The first round's opening is that of a machine that has not see
 
 llama.cpp reads the file as it is beside int4, and its own Q8_0 of it beside int8. OpenVINO GenAI reads the file as it
 is; what it computes with does not depend on a precision. `--peers-python` names the Python that has the peers.
-Resident memory is Pss: pages of mapped files count too.
+Resident memory is Pss: pages of mapped files count too. A decoder that fails is named with its reason.
 """
 
 from __future__ import annotations
@@ -63,12 +63,17 @@ def main() -> dict[str, Any]:
     manifest = open_bundle(bundle).manifest
     work = {"prompts": prompts(bundle, manifest), "new_tokens": options.new_tokens, "threads": options.threads}
     found: dict[Decoder, list[dict[str, Any]]] = {decoder: [] for decoder in decoders}
+    failed: dict[Decoder, str] = {}
     with tempfile.TemporaryDirectory() as cache:  # so that the first opening measures what a new machine measures
         for number in range(options.rounds):
             turn = number % len(decoders)
             for decoder in (*decoders[turn:], *decoders[:turn]):
                 print(f"round {number + 1}: {decoder.library} {decoder.path.name}", file=sys.stderr)
-                found[decoder].append(_decode(decoder, work, options, cache))
+                if decoder not in failed:
+                    try:
+                        found[decoder].append(_decode(decoder, work, options, cache))
+                    except subprocess.CalledProcessError as error:
+                        failed[decoder] = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
     return {
         "environment": environment(options.threads),
         "file": {"name": options.file.name, "bytes": options.file.stat().st_size},
@@ -76,7 +81,8 @@ def main() -> dict[str, Any]:
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": options.new_tokens,
         "builds": builds,
-        "decoders": [_summary(decoder, rounds) for decoder, rounds in found.items()],
+        "decoders": [_summary(decoder, rounds) for decoder, rounds in found.items() if decoder not in failed],
+        "failed": [{"library": one.library, "reads": one.path.name, "reason": why} for one, why in failed.items()],
     }
 
 
@@ -111,13 +117,11 @@ def prompts(bundle: Path, manifest: Manifest) -> list[list[int]]:
 
 
 def _decode(decoder: Decoder, work: dict[str, Any], options: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """Return what a worker measured."""
+    """Return what a worker measured. Raises CalledProcessError."""
     python = sys.executable if decoder.library == OURS else options.peers_python
     command = [python, str(WORKER), decoder.library, str(decoder.path)]
     environ = {**os.environ, "XDG_CACHE_HOME": cache}
-    done = subprocess.run(command, input=json.dumps(work), capture_output=True, text=True, check=False, env=environ)
-    if done.returncode:
-        raise SystemExit(f"{decoder.library} {decoder.path.name}: {(done.stderr.splitlines() or ['no message'])[-1]}")
+    done = subprocess.run(command, input=json.dumps(work), capture_output=True, text=True, check=True, env=environ)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
