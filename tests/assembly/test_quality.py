@@ -58,7 +58,7 @@ QUALITY = Quality({"code": 2.0}, {"code": 2.0}, {"code": 0.001}, {"code": 1.0}, 
     ("changed", "missed"),
     [
         ({}, False),
-        ({"divergence": {"code": 0.003}}, True),
+        ({"divergence": {"code": 0.004}}, True),
         ({"perplexity": {"code": 2.0 * 1.008}}, True),
         ({"perplexity": {"code": 2.0 * 1.008}, "error": {"code": 0.01}}, False),  # few tokens may tell this by chance
     ],
