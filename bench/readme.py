@@ -1,6 +1,6 @@
-"""The README's table of methods, out of the figures of reports.
+"""A page's table of methods, out of the figures of reports.
 
-    python -m redraft.bench.readme docs/reports/smollm2/report.json [INT8_REPORT] [--write README.md]
+    python -m redraft.bench.readme docs/reports/smollm2/report.json [INT8_REPORT] [--write docs/benchmarks.md]
 
 It prints a Markdown table: every method's speed over plain decoding at temperature 0 with its interval, τ, and its
 speed at temperature 1 (GRIFFIN's table 1, over all kinds). A second report, of another precision, adds a column of
