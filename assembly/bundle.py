@@ -107,11 +107,13 @@ def build_bundle(
     if not force and is_current(out, key):
         return load_manifest(out), True
     expected = _expected_seconds(checkpoint, config, texts, check, tokens)
+    expected |= {TRACE: 0.0} if shared.traced else {}
+    expected |= {REFERENCE: 0.0} if shared.reference else {}
     with BuildProgress(report, expected) as progress, ExitStack() as stack:
         with progress.stage(LIBRARIES):  # which a current bundle must not wait for
             config = resolve_drafters(config, checkpoint)
             check_drafters(config, checkpoint, digests)
-            check_room(checkpoint, config, out, measured=bool(texts))
+            check_room(checkpoint, config, out, measured=tokens if texts else 0)
             writer = stack.enter_context(BundleWriter(out, model.name, force, config.random_weights))
             writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
             _load_libraries()

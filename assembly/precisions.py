@@ -23,7 +23,7 @@ DIVERGENCE = 0.7
 SURE = 2.6
 """Standard errors by which a rise must be above its target to count, since few tokens are measured."""
 AIM = 0.7
-"""Share of the largest divergence that a new choice aims for."""
+"""Share of what a target allows that a new choice aims for."""
 ROUNDS = 3
 """Choices that are built and measured after the first one."""
 WORST = 10
@@ -37,9 +37,20 @@ def misses(quality: Quality, target: float) -> bool:
     The divergence is what perplexity rises by on average on texts that the model itself writes. It varies less than
     what perplexity rises by on a given text, which is more.
     """
-    limit = math.log1p(target)
-    rises = {k: math.log(quality.perplexity[k] / quality.perplexity_fp32[k]) for k in quality.perplexity}
-    return any(quality.divergence[k] > DIVERGENCE * limit or rises[k] - SURE * quality.error[k] > limit for k in rises)
+    return _worst(quality, target) > 1
+
+
+def _worst(quality: Quality, target: float) -> float:
+    """Return by what factor the worst kind is above what the target allows; infinity for NaN."""
+    limit, rises = math.log1p(target), _rises(quality)
+    divergences = [quality.divergence[kind] / (DIVERGENCE * limit) for kind in rises]
+    sure = [rise / limit for kind, rise in rises.items() if not rise - SURE * quality.error[kind] <= limit]
+    return math.inf if any(map(math.isnan, [*divergences, *sure])) else max([*divergences, *sure])
+
+
+def _rises(quality: Quality) -> dict[str, float]:
+    """Return the logarithm of what perplexity was multiplied by, by kind."""
+    return {k: math.log(value / quality.perplexity_fp32[k]) for k, value in quality.perplexity.items()}
 
 
 def raised(
@@ -48,8 +59,8 @@ def raised(
 ) -> ProductPlan:  # fmt: skip
     """Return the plan with more bits for some products: the WORST ones at first.
 
-    If these have more bits already, those get them whose errors are largest for their size. A bundle's divergence is
-    then taken to be proportional to the sum of its products' errors, and AIM of the largest one is what to expect.
+    If these have more bits already, those get them whose errors are largest for their size. What a bundle loses is
+    then taken to be proportional to the sum of its products' errors, and AIM of what is allowed is what to expect.
     """
     errors = {weight: _error(plan, weight, source, found) for weight in products}
     free = [weight for weight in errors if plan.fixed.isdisjoint(weight.parameters)]
@@ -59,7 +70,7 @@ def raised(
         chosen = sorted(free, key=lambda weight: gains[weight], reverse=True)[:WORST]
     else:
         total = sum(now for now, _, _ in errors.values())
-        enough = total * (1 - AIM * DIVERGENCE * math.log1p(target) / max(*quality.divergence.values(), 1e-30))
+        enough = total * (1 - AIM / _worst(quality, target))
         gained = 0.0
         for weight in sorted(free, key=lambda w: gains[w] / math.prod(w.shape(source)), reverse=True):
             if gained >= enough:
@@ -108,6 +119,12 @@ def describe_choice(plan: ProductPlan, products: Sequence[ProductWeight], found:
 def describe_target(precision: Precision, quality: Quality, target: float) -> str:
     """Return a sentence on whether a bundle meets its target."""
     if not misses(quality, target):
-        return f"{precision} meets its target: perplexity rises by no more than {100 * target:g} %, as far as measured"
+        rise = math.expm1(max(_rises(quality).values()))
+        if rise > target:
+            return (
+                f"{precision} is within the error of its target of +{100 * target:g} %: perplexity rises by "
+                f"{100 * rise:+.2f} % at most"
+            )
+        return f"{precision} meets its target of +{100 * target:g} %: perplexity changes by {100 * rise:+.2f} % at most"
     other = "int8" if precision == "int4" else "fp32"
     return f"{precision} misses its target of +{100 * target:g} %: build with --precision {other}, which loses less"

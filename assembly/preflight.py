@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -60,8 +61,8 @@ def check_file(checkpoint: AnyCheckpoint) -> None:
         check_architecture(checkpoint.header)
 
 
-def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, measured: bool) -> Needs:
-    """Return the needs of a build on this backend. measured: True if the build runs its engine on held-out text.
+def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, measured: int) -> Needs:
+    """Return the needs of a build on this backend. measured: tokens of held-out text whose logits are compared.
 
     Only weights of the checkpoint count. A build with random weights and one for TensorRT, which has checks of its own,
     need nothing here.
@@ -70,13 +71,17 @@ def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, measured: bool) -> 
     if config.random_weights or config.backend == "tensorrt" or not numbers:
         return Needs(0, 0)
     weights = int(sum(numbers) * WEIGHT_BYTES[config.precision])
-    engine = int(ENGINE_COPIES * weights) if measured else 0
+    measuring = int(ENGINE_COPIES * weights) if measured else 0
+    measuring = max(measuring, 4 * measured * int(checkpoint.config.get("vocab_size") or 0))  # one after the other
     linked = config.precision in LINKED and not isinstance(checkpoint, GgufCheckpoint)
-    return Needs(0 if linked else weights, LIBRARY_BYTES + engine + int(TENSOR_COPIES * 4 * max(numbers)))
+    return Needs(0 if linked else weights, LIBRARY_BYTES + measuring + int(TENSOR_COPIES * 4 * max(numbers)))
 
 
-def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measured: bool) -> None:
-    """Raise BundleError if the disk of `out` is too small for the bundle, BackendError if memory is for the build."""
+def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measured: int) -> None:
+    """Raise BundleError if the disk of `out` is too small for the bundle, BackendError if memory is for the build.
+
+    measured: as in `needs_of`. Their logits are in the temporary folder for a while.
+    """
     needs = needs_of(checkpoint, config, measured)
     folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
@@ -84,6 +89,12 @@ def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measur
         raise BundleError(
             f"no space for {out}: at least {needs.disk / MB:.0f} MB needed, {free / MB:.0f} MB free",
             "free space, or give an -o on another disk",
+        )
+    logits, scratch = 4 * measured * int(checkpoint.config.get("vocab_size") or 0), Path(tempfile.gettempdir())
+    if logits > (free := shutil.disk_usage(scratch).free):
+        raise BundleError(
+            f"no space in {scratch}: {logits / MB:.0f} MB of logits to compare, {free / MB:.0f} MB free",
+            "free space, or set TMPDIR to a folder on another disk",
         )
     available = available_bytes()
     if available is not None and needs.memory > available:

@@ -1,6 +1,6 @@
 """Checks that rounded engines compute what they should: each product by its stored codes, and all between the products.
 
-1. Stored codes are the checkpoint's weights, as closely as their bits allow.
+1. Stored codes and looked-up rows are the checkpoint's weights, as closely as their bits allow.
 2. Each product's result is that of its stored codes and its input, rounded as ONNX Runtime rounds it.
 3. Each product's input is what transformers' own modules compute from the results of the products before it.
 
@@ -9,7 +9,7 @@ The sums' order is the only difference that is allowed in 2 and 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,17 +28,27 @@ from redraft.names import TensorSpec, WeightRef
 
 if TYPE_CHECKING:
     from redraft.export.product_weights import ProductWeight
+    from redraft.export.sources import AnySource
     from redraft.export.verifier import TracedVerifier
 
 Array = NDArray[np.float32]
 GRAPH = "verifier.check"
+IN_ROWS = ".in_rows"
 CHUNKS = (16, 1, 1, 6)
 """Tokens of each call: a prompt's, single ones, a draft's."""
 ORDER = 2e-3
 """Largest difference by the order of sums, of root mean squares. Inputs at a tie may be rounded up or down."""
 ROUNDED = {8: 0.02, 4: 0.3}
 """Largest root mean square difference of a weight from its stored codes, relative to the weight's."""
-COMPARED_ROWS = 96
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """One lookup of rounded rows: its parameter, and the names of the rows' numbers and of the rows."""
+
+    table: str
+    index: str
+    value: str
 
 
 @dataclass(frozen=True)
@@ -79,12 +89,16 @@ def check_products(bundle: Bundle, traced: TracedVerifier, texts: Sequence[int])
 
     graph = ir.load(bundle.path / bundle.graph(bundle.host_graph(False)).file)
     products = list(_products(graph, traced))
-    lookups = dict(_lookups(graph))
+    lookups = list(_lookups(graph))
     tokens = list(texts)[: sum(CHUNKS)]
-    found = _record(bundle, graph, products, lookups, tokens)
+    found = _record(bundle, graph, products, {lookup.value for lookup in lookups}, tokens)
     return_memory()
     worst = 0.0
     stored = {ref.initializer: ref for ref in bundle.manifest.weights}
+    indices = {names.TOKEN_IDS: tokens, names.POSITIONS: range(len(tokens))}
+    for lookup in lookups:
+        if lookup.index in indices:
+            _check_lookup(bundle.path, stored, lookup, traced.source, indices[lookup.index], found[lookup.value])
     for product in products:
         worst = max(worst, _check_product(bundle.path, stored, product, traced, found))
     parts = {
@@ -93,7 +107,7 @@ def check_products(bundle: Bundle, traced: TracedVerifier, texts: Sequence[int])
         for parameter, begin, size in _parts(product)
     }
     inputs = {parameter: found[product.input] for product in products for parameter in product.parameters}
-    rows = {table: found[value] for table, value in lookups.items()}
+    rows = {lookup.table: found[lookup.value] for lookup in lookups}
     between = can_force(traced, parts)
     if between:
         seen: list[float] = []
@@ -154,24 +168,25 @@ def _before(value: ir.Value) -> str:
     return str(value.name)
 
 
-def _lookups(graph: ir.Model) -> Iterator[tuple[str, str]]:
-    """Yield the parameters whose rows are rounded, and the names of the looked-up values."""
+def _lookups(graph: ir.Model) -> Iterator[_Lookup]:
+    """Yield the lookups of rounded rows."""
     for node in graph.graph:
         if node.op_type == "GatherBlockQuantized":
-            table, value = node.inputs[0], node.outputs[0]
+            table, index, value = node.inputs[0], node.inputs[1], node.outputs[0]
             assert table is not None
+            assert index is not None
             users = [use.node for use in value.uses() if use.node.op_type == "Mul"]
             smoothed = [n for n in users if any((x.name or "").endswith(names.SMOOTHING) for x in n.inputs if x)]
             value = smoothed[0].outputs[0] if smoothed else value
-            yield str(table.name).removesuffix(names.ROWS), str(value.name)
+            yield _Lookup(str(table.name).removesuffix(names.ROWS), str(index.name), str(value.name))
 
 
 def _record(
-    bundle: Bundle, graph: ir.Model, products: Sequence[_Product], lookups: Mapping[str, str], tokens: Sequence[int]
+    bundle: Bundle, graph: ir.Model, products: Sequence[_Product], lookups: Set[str], tokens: Sequence[int]
 ) -> dict[str, Array]:
     """Run a chain of tokens. Returns the wanted values of the graph by name, [T, n]."""
     manifest, shape = bundle.manifest, bundle.manifest.shape
-    wanted = {name for product in products for name in (product.input, product.result)} | set(lookups.values())
+    wanted = {name for product in products for name in (product.input, product.result)} | lookups
     values = {value.name: value for node in graph.graph for value in node.outputs}
     outputs = {value.name for value in graph.graph.outputs}
     record = bundle.graph(bundle.host_graph(False))
@@ -181,9 +196,9 @@ def _record(
         sizes = {p.input: p.columns for p in products} | {p.result: sum(p.sizes) for p in products}
         size = sizes.get(name, shape.hidden)
         rows = "R" if any(p.result == names.LOGITS and p.input == name for p in products) else "T"
-        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", rows, size])
+        value = _in_rows(graph.graph, value, [1, rows, size])  # some modules compute with [B * T, n]
         graph.graph.outputs.append(value)
-        specs.append(TensorSpec(name, "float32", ("B", rows, size)))
+        specs.append(TensorSpec(str(value.name), "float32", (1, rows, size)))
     file = f"{GRAPH}.onnx"
     try:
         ir.save(graph, bundle.path / file)
@@ -193,6 +208,7 @@ def _record(
             for cache in (names.key_cache(layer), names.value_cache(layer)):
                 calls.bind(cache, np.zeros((1, shape.kv_heads, len(tokens) + 1, shape.head_dim), np.float32))
         parts: dict[str, list[Array]] = {name: [] for name in {*wanted, names.LOGITS}}
+        given = {name: name if name in outputs else f"{name}{IN_ROWS}" for name in parts}
         start = 0
         for size in CHUNKS:
             chunk = np.asarray(tokens[start : start + size], np.int64)
@@ -202,11 +218,22 @@ def _record(
             fill_chain(call, chunk, start)
             call.run()
             for name, rows_ in parts.items():
-                rows_.append(call.outputs[name][0].copy())
+                rows_.append(call.outputs[given[name]][0].copy())
             start += len(chunk)
     finally:
         (bundle.path / file).unlink(missing_ok=True)
     return {name: np.concatenate(rows_) for name, rows_ in parts.items()}
+
+
+def _in_rows(graph: ir.Graph, value: ir.Value, shape: list[int | str]) -> ir.Value:
+    """Add a value's reshaping into [1, T, n] to the graph. Returns its result."""
+    target = ir.Value(name=f"{value.name}{IN_ROWS}.shape", const_value=ir.tensor([1, -1, shape[-1]]))
+    graph.register_initializer(target)
+    node = ir.node("Reshape", [value, target])
+    (result,) = node.outputs
+    result.name, result.type, result.shape = f"{value.name}{IN_ROWS}", ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    graph.append(node)
+    return result
 
 
 def _parts(product: _Product) -> Iterator[tuple[str, int, int]]:
@@ -219,18 +246,19 @@ def _parts(product: _Product) -> Iterator[tuple[str, int, int]]:
 def _check_product(
     folder: Path, stored: Mapping[str, WeightRef], product: _Product, traced: TracedVerifier, found: Mapping[str, Array]
 ) -> float:
-    """Compare some outputs of each part: the codes with the checkpoint, the result with the codes."""
+    """Compare all outputs, a few at a time: the codes with the checkpoint, the result with the codes."""
     x, worst = found[product.input], 0.0
     inverse = stored.get(f"{product.stem}{names.SMOOTHING}")
     factors = None if inverse is None else _array(folder, inverse, np.float32)
     scaled = x if factors is None else x * factors
     given = _with_sums(scaled, product, stored)
     choices = (_rounded_inputs(given, product.block), given)  # some processors have no kernel for rounded inputs
-    for parameter, begin, size in _parts(product):
-        for first in {0, max(0, size - COMPARED_ROWS)}:
-            rows = slice(begin + first, begin + min(size, first + COMPARED_ROWS))
+    for parameter, begin, _ in _parts(product):
+        weights = next(part for w in traced.products for part in w.parts() if part.parameters == (parameter,))
+        for exact in weights.slabs(traced.source):
+            rows = slice(begin, begin + len(exact))
+            begin = rows.stop
             weight = _stored_rows(folder, stored, product, rows)
-            exact = _weight_rows(traced, parameter, first, rows.stop - rows.start)
             own = weight[:, : product.columns] + _offsets(weight, product)
             _check_weight(parameter, exact if factors is None else exact / factors, own, product.bits)
             result = found[product.result][:, rows]
@@ -290,13 +318,20 @@ def _array(folder: Path, ref: WeightRef, dtype: Any, rows: slice = slice(None)) 
     return np.array(mapped[rows])
 
 
-def _weight_rows(traced: TracedVerifier, parameter: str, first: int, count: int) -> Array:
-    """Return rows of a weight [out, in] of the checkpoint."""
-    weight = next(w for w in traced.products if parameter in w.parameters)
-    if weight.turned or traced.source.stored(parameter) is None:
-        slabs = next(part for part in weight.parts() if part.parameters == (parameter,)).slabs(traced.source)
-        return np.concatenate(list(slabs))[first : first + count]
-    return traced.source.rows(parameter, first, first + count)
+def _check_lookup(
+    folder: Path, stored: Mapping[str, WeightRef], lookup: _Lookup, source: AnySource, indices: Sequence[int],
+    found: Array,
+) -> None:  # fmt: skip
+    """Compare looked-up rows with the checkpoint's, as they are stored."""
+    numbers, begin = np.asarray(indices), 0
+    exact = np.empty_like(found)
+    for slab in source.slabs(lookup.table):
+        here = (begin <= numbers) & (numbers < begin + len(slab))
+        exact[here] = slab[numbers[here] - begin]
+        begin += len(slab)
+    inverse = stored.get(f"{lookup.table}{names.SMOOTHING}")
+    factors = 1 if inverse is None else _array(folder, inverse, np.float32)
+    _check_weight(lookup.table, exact / factors, found / factors, 8)
 
 
 def _check_weight(parameter: str, exact: Array, own: Array, bits: int) -> None:

@@ -32,7 +32,7 @@ class BuildProgress:
         """expected: seconds by stage, in order, on an idle machine. Stages that are skipped count as done at once."""
         self._report, self._expected = report, dict(expected)
         self._order = list(expected)
-        self._stage, self._share = "", 0.0
+        self._stage, self._share, self._inside = "", 0.0, False
         self._started = self._stage_started = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
@@ -49,14 +49,24 @@ class BuildProgress:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
-        """Begin a stage. Yields a function that receives what of it is done, and the whole of it."""
+        """Begin a stage. Yields a function that receives what of it is done, and the whole of it.
+
+        A stage within another one changes nothing.
+        """
+        if self._inside:
+            yield lambda done, total: None
+            return
+        self._inside = True
         self._stage, self._share, self._stage_started = name, 0.0, time.monotonic()
         self._report(self.line())
 
         def update(done: int, total: int) -> None:
             self._share = done / total if total else 0.0
 
-        yield update
+        try:
+            yield update
+        finally:
+            self._inside = False
         return_memory()
         self._share = 1.0
 

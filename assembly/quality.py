@@ -17,6 +17,7 @@ from redraft.assembly.scoring import CHUNK_TOKENS, Scorer
 from redraft.config import Precision
 from redraft.engines import Bundle
 from redraft.engines.manifest import Quality
+from redraft.errors import UsageError
 from redraft.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS, FULL_TOKENS = 1000, 6000
 """Tokens of all kinds together by default, and with `--quality full`."""
+FEWEST = 32
+"""Tokens of a kind, if the context holds so many: figures of fewer say nothing, and choices follow from them."""
 _SPARE = 1e-30
 
 
@@ -41,12 +44,19 @@ class Texts:
         """Return the first tokens of each kind, `tokens` in all, and the ones after them for calibration.
 
         encoded: token ids by kind, as the tokenizer makes them for a prompt.   longest: largest length of a sequence.
-        Returns None without two tokens of a kind.
+        All kinds are as long as the shortest one. Raises UsageError for one of under FEWEST tokens, and returns None
+        without any kind.
         """
-        texts = {kind: ids for kind, ids in encoded.items() if len(ids) > 1}
-        if not texts:
+        if not encoded:
             return None
-        length = min(-(-tokens // len(texts)), longest, *map(len, texts.values()))
+        texts, wanted = encoded, min(-(-tokens // len(encoded)), longest)
+        kind, shortest = min(texts.items(), key=lambda item: len(item[1]))
+        if len(shortest) < min(FEWEST, wanted):
+            raise UsageError(
+                f"the text of kind {kind} has {len(shortest)} tokens, too few to measure",
+                f"give one of {FEWEST} tokens or more, or --eval-text none",
+            )
+        length = min(wanted, len(shortest))
         share = -(-length // len(texts))
         rest = [ids[length:][:share] or ids[:share] for ids in texts.values()]
         # A text's first token comes first here too: models often give it their largest activations.

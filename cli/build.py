@@ -148,6 +148,9 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
     pairs = [option.partition("=") for option in options]
     if bad := next((option for option, pair in zip(options, pairs, strict=True) if not (pair[0] and pair[2])), None):
         raise UsageError(f"--eval-text {bad!r}: expected KIND=FILE, or `none` alone")
+    kinds = [kind for kind, _, _ in pairs]
+    if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
+        raise UsageError(f"--eval-text: the kind {twice!r} is given twice", "join its files, or name two kinds")
     return {kind: read_text(Path(file)) for kind, _, file in pairs}
 
 

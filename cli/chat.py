@@ -18,6 +18,7 @@ from redraft.errors import RedraftError, UsageError
 
 if TYPE_CHECKING:
     from redraft.runtime import Generation, Runtime, SamplingParams
+    from redraft.runtime.pieces import Pieces
 
 PROMPT = "> "
 COMMANDS = {
@@ -142,16 +143,20 @@ class Chat:
             ids = self._conversation.ask(message)
         except ConversationTooLong as error:
             raise UsageError(error.message, "/new starts over") from None
-        pieces = self._runtime.pieces(ids, self._params, self.method)
         console = Console(highlight=False, soft_wrap=True)
+        pieces: Pieces | None = None
         written: list[str] = []
         origins: Counter[str] = Counter()
         try:
             with interrupts_deferred() as interrupts:
+                pieces = self._runtime.pieces(ids, self._params, self.method)
                 for piece in pieces:
                     origins[piece.origin] += 1
                     written.append(piece.text)
-                    console.print(styled(piece.text, piece.origin), end="")
+                    if console.is_terminal:
+                        console.print(styled(piece.text, piece.origin), end="")
+                    else:
+                        typer.echo(piece.text, nl=False)  # rich would replace tabs
                     if interrupts:
                         pieces.stop()
         except KeyboardInterrupt:
@@ -159,8 +164,9 @@ class Chat:
         finally:
             typer.echo()
             self._conversation.answer("".join(written))
-        self._generations.append(pieces.generation)
-        self._origins.append(origins)
+        if pieces is not None and pieces.generation is not None:
+            self._generations.append(pieces.generation)
+            self._origins.append(origins)
 
     def _print_stats(self) -> None:
         if not self._generations:

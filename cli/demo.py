@@ -48,7 +48,7 @@ CODE = """class Vector:
 """
 """The prompt without a chat."""
 PAIRS = 6
-"""Pairs of runs that the figures come from, at least: fewer have no interval. The first of each prompt is shown."""
+"""Pairs of runs that the figures come from, at least. The first of each prompt is shown."""
 WARM_UP_TOKENS = 8
 CUT_OFF = " …"
 EXAMPLES = Path("assets/tiny/prompts")
@@ -111,7 +111,10 @@ def newcomer(quiet: bool) -> Shown:
 
 
 def _build(model: str, precision: Precision, quiet: bool) -> Path:
-    """Build a recipe's bundle with its default drafter, without measuring its perplexity. Returns its folder."""
+    """Build a recipe's bundle with its default drafter, without measuring its quality. Returns its folder.
+
+    It is the demo's own, so that it replaces no bundle of `redraft build`.
+    """
     from redraft.assembly.bundle import build_bundle
     from redraft.assembly.models import Place, find_model, find_recipe
     from redraft.assembly.options import choose_drafters
@@ -119,7 +122,7 @@ def _build(model: str, precision: Precision, quiet: bool) -> Path:
     from redraft.cli.build import ENGINES
 
     check_libraries()
-    out = ENGINES / (model if model == FALLBACK else f"{model}-{precision}")
+    out = ENGINES / f"demo-{model}"
     with progress(quiet) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
         report(f"building {out}")
         recipe = find_recipe(model)
@@ -177,6 +180,7 @@ def _measure(
         "method": methods[1],
         "prompts": answers,
         "methods": figures,
+        "pairs": _spread(runs, methods),
     }
 
 
@@ -194,6 +198,7 @@ def _write(
             for piece in pieces:
                 answer.add(piece)
                 view.draw()
+            assert pieces.generation is not None
             generations[name] = pieces.generation
             answer.end = CUT_OFF if pieces.generation.finish_reason == "length" else ""
     return Run(prompt, ids, generations), answers[-1]
@@ -211,10 +216,22 @@ def _more_pairs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], s
     for number in range(1, -(-PAIRS // len(runs))):
         for run in runs:
             order = methods[:: -1 if number % 2 else 1]
-            generations = {name: decode(runtime, run.token_ids, name, settings) for name in order}
-            yield replace(
-                run, prompt=replace(run.prompt, id=f"{run.prompt.id}, again {number}"), generations=generations
-            )
+            yield replace(run, generations={name: decode(runtime, run.token_ids, name, settings) for name in order})
+
+
+def _spread(runs: Sequence[Run], methods: Sequence[str]) -> tuple[float, float] | None:
+    """Return the least and the largest times as fast of single pairs, None without any that can be timed.
+
+    They are of the same few prompts, so they say what the machine's noise is, and not what other prompts would give.
+    """
+    from redraft.bench.compare import timing
+    from redraft.bench.statistics import speedup
+    from redraft.bench.summary import FEWEST_TOKENS
+
+    timed = [run for run in runs if min(len(made.token_ids) for made in run.generations.values()) >= FEWEST_TOKENS]
+    pairs = [[[timing(run.generations[name])] for name in methods] for run in timed]
+    ratios = [speedup(*pair).ratio for pair in pairs]
+    return (min(ratios), max(ratios)) if ratios else None
 
 
 def _texts(run: Run) -> dict[str, str]:
@@ -236,9 +253,9 @@ def _print_summary(result: Mapping[str, Any]) -> None:
         rates = [each["tokens_per_second"] for each in (plain, fast)]
         for name, rate in zip(names, map(rate_text, rates), strict=True):
             typer.echo(f"  {name:{max(map(len, names))}}  {rate:>6} tokens a second")
-        bounds = fast["speedup_interval"]
-        interval = f" (95 % interval {interval_text(*bounds)})" if bounds else ""
-        typer.echo(f"  {ratio_text(rates[1], rates[0])} times as fast{interval}")
+        bounds, pairs = fast["speedup_interval"], interval_text(*result["pairs"] or (None, None))
+        spread = f"95 % interval {interval_text(*bounds)}" if bounds else f"{pairs} in single pairs"
+        typer.echo(f"  {ratio_text(rates[1], rates[0])} times as fast ({spread})")
     else:
         typer.echo("  the texts are too short to time")
     typer.echo(f"  {_accept_output(fast)}")

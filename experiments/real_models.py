@@ -102,11 +102,12 @@ def build(file: Path, precision: str, out: Path, draft: Path | None) -> dict[str
         printed.seek(0)
         summary = json.load(printed)
     kept = ("perplexity", "perplexity_fp32", "rise_error", "divergence", "same_tokens", "choices", "weight_shares")
+    measured = {name: summary.get(name) for name in kept}
     return {
         "seconds": seconds,
         "peak_bytes": used.ru_maxrss * 1024,
         "bundle_bytes": total_bytes(open_bundle(out).manifest),
-        **{name: summary[name] for name in kept},
+        **measured,
     }
 
 
@@ -148,7 +149,9 @@ def _as_q8(options: argparse.Namespace) -> Path:
     """Return llama.cpp's Q8_0 of the file, written now unless it is there."""
     target = Path(options.out) / f"{options.file.stem}-Q8_0.gguf"
     if not target.exists():
-        subprocess.run([options.peers_python, str(WORKER), "quantize", str(options.file), str(target)], check=True)
+        part = target.with_suffix(".part")
+        subprocess.run([options.peers_python, str(WORKER), "quantize", str(options.file), str(part)], check=True)
+        part.rename(target)
     return target
 
 
@@ -163,7 +166,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.new_tokens < 2 or options.rounds < 1:
+        parser.error("a time of a token needs --new-tokens of 2 or more, and a round")
+    return options
 
 
 if __name__ == "__main__":

@@ -39,8 +39,10 @@ def llama(path: str, work: dict[str, Any]) -> tuple[Decode, Callable[[], dict[st
     """llama.cpp with its flash attention, in a context that holds the text."""
     import llama_cpp
 
-    threads = work["threads"]
-    model = llama_cpp.Llama(path, n_ctx=512, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False)
+    threads, longest = work["threads"], max(map(len, work["prompts"])) + work["new_tokens"]
+    model = llama_cpp.Llama(
+        path, n_ctx=-(-longest // 256) * 256, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False
+    )
 
     def decode(ids: list[int], count: int) -> tuple[float, float]:
         model.reset()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from redraft.errors import UnsupportedModelError
 from redraft.export.streaming import parameter_names, streamed_model
@@ -43,14 +44,15 @@ def can_force(traced: TracedVerifier, parameters: Collection[str]) -> bool:
     """Return True if transformers has a module for every one of these weights."""
     if traced.loaded is None or traced.architecture.whole_class is not traced.architecture.text_class:
         return False
+    return set(parameters) <= {name for _, names in _weights(traced) for name in names}
+
+
+def _weights(traced: TracedVerifier) -> list[tuple[nn.Module, list[str]]]:
+    """Return transformers' modules with one weight each, without its numbers, and the weight's names."""
     with torch.device("meta"):
         model = traced.architecture.text_class._from_config(traced.architecture.text)
-    own = {
-        name
-        for names in (parameter_names(model)[id(m.weight)] for m in model.modules() if _multiplies(m))
-        for name in names
-    }
-    return set(parameters) <= own
+    names = parameter_names(model)
+    return [(module, names[id(module.weight)]) for module in model.modules() if _multiplies(module)]
 
 
 def _multiplies(module: nn.Module) -> bool:
@@ -66,19 +68,23 @@ def compare_forced(traced: TracedVerifier, recorded: Recorded, compare: Callable
     Raises UnsupportedModelError if transformers cannot run the model.
     """
     assert traced.loaded is not None
-    absent = {*recorded.results, *recorded.rows}
-    with streamed_model(traced.checkpoint, traced.architecture, traced.loaded, absent=_tied(traced, absent)) as model:
-        names = parameter_names(model)
+    absent = _tied(traced, {*recorded.results, *recorded.rows})
+    for module, its in _weights(traced):
+        if isinstance(module, nn.Embedding) and recorded.rows.keys().isdisjoint(its):
+            absent -= set(its)  # exact rows, though a product may have the same weight
+    with streamed_model(traced.checkpoint, traced.architecture, traced.loaded, absent=absent) as model:
+        names, rows = parameter_names(model), dict[int, Array]()
         for module in model.modules():
             if not _multiplies(module):
                 continue
             its = names[id(module.weight)]
             if isinstance(module, nn.Embedding):
                 if table := next((name for name in its if name in recorded.rows), None):
-                    module.register_forward_pre_hook(_rows_of(recorded.tokens, recorded.rows[table]))
+                    rows[id(module.weight)] = recorded.rows[table]
             elif product := next((name for name in its if name in recorded.results), None):
                 module.forward = _forced(module, product, recorded, compare)
-        logits = model(input_ids=torch.tensor([list(recorded.tokens)]), use_cache=False).logits[0]
+        with _Rows(rows):
+            logits = model(input_ids=torch.tensor([list(recorded.tokens)]), use_cache=False).logits[0]
     compare("logits", logits.float().numpy(), recorded.logits)
 
 
@@ -89,15 +95,18 @@ def _tied(traced: TracedVerifier, names: Collection[str]) -> set[str]:
     return {name for name, tensor in traced.loaded.parameters.items() if id(tensor) in tensors} | set(names)
 
 
-def _rows_of(tokens: Sequence[int], rows: Array) -> Callable[[Any, Any], None]:
-    """Return a hook that gives an embedding the rows of these tokens. Pages of other rows are not touched."""
+class _Rows(TorchFunctionMode):
+    """Gives lookups the recorded rows, whatever their modules do before and after."""
 
-    def fill(module: Any, args: Any) -> None:
-        weight = torch.zeros(module.weight.shape)
-        weight[torch.tensor(list(tokens))] = torch.from_numpy(rows)
-        module.weight.data = weight
+    def __init__(self, rows: Mapping[int, Array]) -> None:
+        """rows: [T, n] by the id of the table."""
+        super().__init__()
+        self._rows = rows
 
-    return fill
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.embedding and id(args[1]) in self._rows:
+            return torch.from_numpy(self._rows[id(args[1])]).reshape(*args[0].shape, -1)
+        return func(*args, **(kwargs or {}))
 
 
 def _forced(

@@ -166,7 +166,7 @@ def run_texts(
         head: Any = model.get_output_embeddings()
         head.register_forward_pre_hook(lambda module, args: (args[0][:kept], *args[1:]))
         logits = model(input_ids=torch.tensor([list(text) for text in texts]), use_cache=False).logits
-        with file.open("wb") as stream:
-            for text in logits[:kept]:
-                text.float().numpy().tofile(stream)
+    with file.open("wb") as stream:  # not before: an error of the disk is none of the model
+        for text in logits[:kept]:
+            stream.write(text.float().numpy().data)
     return int(logits.shape[-1])

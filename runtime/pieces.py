@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from itertools import repeat
 from typing import NamedTuple
 
 from redraft.runtime.generation import Generation
@@ -48,10 +49,10 @@ def origins(plan: Plan, tree: Tree, outcome: Outcome) -> list[Origin]:
 class Pieces:
     """A running request. Iterating decodes it and yields its pieces, once; `generation` is its result afterwards.
 
-    Raises RequestError after the last piece of a request that failed.
+    Raises RequestError after the last piece of a request that failed, which has no result.
     """
 
-    generation: Generation
+    generation: Generation | None = None
 
     def __init__(
         self, request: Sequence, text: Detokenizer, steps: Iterator[None], finish: Callable[[], Generation]
@@ -75,9 +76,11 @@ class Pieces:
         request, text = self._request, self._text
         seen = request.prompt_length
         for _ in self._steps:
-            for token, origin in zip(request.tokens[seen:], self._origins, strict=False):
+            made = request.tokens[seen:]
+            for token, origin in zip(made, [*self._origins, *repeat(Origin.VERIFIER, len(made))], strict=False):
                 seen += 1
                 text.push(token)
                 last = request.finish_reason is not None and seen == len(request.tokens)
                 yield Piece(text.take(last), origin)
+            self._origins = []  # a step whose request fails records none
         self.generation = self._finish()

@@ -38,17 +38,21 @@ def build(file: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_little_disk(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = needs_of(GgufCheckpoint.open(file), INT8, measured=True).disk
+    weights = needs_of(GgufCheckpoint.open(file), INT8, measured=1000).disk
     assert weights == sum(values.size for values in random_file("qwen2").tensors.values())
     usage = preflight.shutil.disk_usage(tmp_path)._replace(free=weights - 1)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(BundleError, match=r"no space for .*/a/b: at least 0 MB needed, 0 MB free; free space, or give"):
         build(file, tmp_path / "a/b", monkeypatch)
     assert list(tmp_path.iterdir()) == []
+    full = usage._replace(free=weights)  # enough for the bundle, and not for 1,000 tokens' logits
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: full)
+    with pytest.raises(BundleError, match=r"no space in .*: \d+ MB of logits to compare, 0 MB free; .* TMPDIR"):
+        build(file, tmp_path / "a/b", monkeypatch)
 
 
 def test_too_little_memory(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = needs_of(GgufCheckpoint.open(file), INT8, measured=True).memory
+    needed = needs_of(GgufCheckpoint.open(file), INT8, measured=1000).memory
     monkeypatch.setattr(preflight, "available_bytes", lambda: needed - 1)
     with pytest.raises(BackendError, match=r"takes at least 0.7 GiB of memory; 0.7 are free; .* --precision int4"):
         build(file, tmp_path / "out", monkeypatch)
@@ -59,11 +63,11 @@ def test_too_little_memory(file: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_needs_grow_with_the_weights_that_a_build_writes_and_loads(file: Path, tmp_path: Path) -> None:
     folder, packed = Checkpoint.open(write_checkpoint(tmp_path / "model")), GgufCheckpoint.open(file)
-    int8, int4 = (needs_of(packed, replace(INT8, precision=precision), True) for precision in ("int8", "int4"))
+    int8, int4 = (needs_of(packed, replace(INT8, precision=precision), 1) for precision in ("int8", "int4"))
     assert (int4.disk, int4.memory < int8.memory) == (int8.disk // 2, True)
-    assert needs_of(packed, INT8, measured=False).memory < int8.memory
-    assert needs_of(folder, BuildConfig(precision="fp32"), measured=True).disk == 0  # hard links
-    assert needs_of(folder, replace(INT8, random_weights=True), measured=False) == preflight.Needs(0, 0)
+    assert needs_of(packed, INT8, measured=0).memory < int8.memory < needs_of(packed, INT8, measured=1000).memory
+    assert needs_of(folder, BuildConfig(precision="fp32"), measured=1000).disk == 0  # hard links
+    assert needs_of(folder, replace(INT8, random_weights=True), measured=0) == preflight.Needs(0, 0)
 
 
 def test_files_that_are_none_are_refused_without_torch(file: Path, tmp_path: Path) -> None:

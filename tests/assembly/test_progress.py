@@ -31,6 +31,9 @@ def test_time_left_follows_the_pace(clock: list[float]) -> None:
         done(1, 2)
         clock[0] += 20
         assert build.line() == "##########.......... 50 %, 40 s left: write 50 %"
+        with build.stage("trace") as inner:  # a stage within another one is no new one
+            inner(1, 1)
+        assert build.line() == "##########.......... 50 %, 40 s left: write 50 %"
     with build.stage("write"):  # the choice of bits begins a stage again
         assert build.line() == "#####............... 25 %, 120 s left: write"
 

@@ -11,6 +11,7 @@ import pytest
 from redraft.assembly.precisions import WORST, describe_choice, describe_target, misses, raised
 from redraft.assembly.quality import Texts, _Compared
 from redraft.engines.manifest import Quality
+from redraft.errors import UsageError
 from redraft.export.calibrate import Calibration
 from redraft.export.product_forms import ProductPlan
 from redraft.export.product_weights import ProductWeight
@@ -40,12 +41,14 @@ def test_figures_are_those_of_their_definitions() -> None:
 
 
 def test_texts_have_one_length_and_calibration_other_tokens() -> None:
-    encoded = {"code": [1, *range(100, 150)], "prose": [1, *range(200, 220)], "empty": [1]}
+    encoded = {"code": [1, *range(100, 150)], "prose": [1, *range(200, 220)]}
     texts = Texts.of(encoded, 12, 64)
     assert texts is not None
     assert texts.measured == {"code": [1, *range(100, 105)], "prose": [1, *range(200, 205)]}
     assert texts.calibration == [1, 105, 106, 107, 205, 206]
-    assert Texts.of({"empty": [1]}, 12, 64) is None
+    assert Texts.of({}, 12, 64) is None
+    with pytest.raises(UsageError, match="the text of kind short has 2 tokens, too few to measure"):
+        Texts.of({"short": [1, 2], **encoded}, 1000, 64)
     shortest = Texts.of(encoded, 1000, 9)
     assert shortest is not None
     assert {len(ids) for ids in (*shortest.measured.values(), shortest.calibration)} == {9}
@@ -59,6 +62,7 @@ QUALITY = Quality({"code": 2.0}, {"code": 2.0}, {"code": 0.001}, {"code": 1.0}, 
     [
         ({}, False),
         ({"divergence": {"code": 0.004}}, True),
+        ({"divergence": {"code": math.nan}}, True),
         ({"perplexity": {"code": 2.0 * 1.008}}, True),
         ({"perplexity": {"code": 2.0 * 1.008}, "error": {"code": 0.01}}, False),  # few tokens may tell this by chance
     ],
@@ -68,6 +72,18 @@ def test_a_target_is_missed_by_divergence_or_surely_by_perplexity(changed: dict[
     assert misses(quality, 0.005) is missed
     assert ("misses its target of +0.5 %: build with --precision fp32" in describe_target("int8", quality, 0.005)) is (
         missed
+    )
+
+
+def test_what_is_said_of_a_target_agrees_with_the_figures() -> None:
+    above = replace(QUALITY, perplexity={"code": 2.0 * 1.008}, error={"code": 0.01})
+    assert describe_target("int8", above, 0.005) == (
+        "int8 is within the error of its target of +0.5 %: perplexity rises by +0.80 % at most"
+    )
+    below = replace(QUALITY, perplexity={"code": 2.0 * 1.002})
+    assert (
+        describe_target("int8", below, 0.005)
+        == "int8 meets its target of +0.5 %: perplexity changes by +0.20 % at most"
     )
 
 
@@ -95,6 +111,8 @@ def test_the_worst_products_get_more_bits_first_and_then_what_the_target_needs()
     assert min(errors[name][4] / sizes[name] for name in more) >= max(
         errors[name][4] / sizes[name] for name in sizes.keys() - second.bits.keys()
     )
+    rises = replace(QUALITY, perplexity={"code": 2.0 * 1.06})  # the divergence alone would be small enough
+    assert raised(first, products, source, found, rises, 0.03).bits.keys() > first.bits.keys()  # type: ignore[arg-type]
     (asked, worst) = describe_choice(second, products, found)
     assert asked == "4 bits for w19, as asked"
     assert worst.startswith("8 bits for w18, w17, w16 and")

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.little import write_checkpoint
+from tests.export.models import write_checkpoint as write_large
+from tests.little import WORDS, write_checkpoint, write_tokenizer
 
 from redraft.assembly import product_check
 from redraft.assembly.bundle import build_bundle
@@ -17,7 +18,7 @@ from redraft.assembly.self_check import KnownText, known_texts
 from redraft.config import BuildConfig
 from redraft.engines.manifest import load_manifest
 from redraft.errors import BackendError, UnsupportedModelError
-from redraft.export import attention, quantize, verifier
+from redraft.export import attention, products, quantize, verifier
 from redraft.export.calibrate import Calibrator
 from redraft.runtime.tree import make_tree
 
@@ -99,6 +100,38 @@ def test_a_product_that_is_not_of_its_codes_is_refused(checkpoint, tmp_path, mon
     monkeypatch.setattr(product_check, "_with_sums", larger)
     with pytest.raises(UnsupportedModelError, match=r"the product of .* differs"):
         build(checkpoint, tmp_path / "engines", precision="int4")
+
+
+def test_looked_up_rows_of_other_tokens_are_refused(checkpoint, tmp_path, monkeypatch):
+    honest = products._rounded_rows
+    monkeypatch.setattr(products, "_rounded_rows", lambda rows, block: tuple(x[::-1] for x in honest(rows, block)))
+    with pytest.raises(UnsupportedModelError, match=r"the stored weight of model\.embed_tokens\.weight differs"):
+        build(checkpoint, tmp_path / "engines", precision="int8")
+
+
+def test_rows_in_the_middle_of_a_large_weight_are_compared(tmp_path, monkeypatch):
+    """The products' results are those of the wrong codes, and modules take results as they are."""
+    large = write_large(tmp_path / "large", "llama", intermediate_size=400, vocab_size=len(WORDS))
+    write_tokenizer(large)
+    honest = quantize.codes_of
+
+    def exchanged(weight, grid, bits):
+        codes = honest(weight, grid, bits)
+        if len(codes) == 400:
+            codes[150:250] = codes[150:250][::-1].copy()
+        return codes
+
+    monkeypatch.setattr(quantize, "codes_of", exchanged)
+    with pytest.raises(UnsupportedModelError, match=r"the stored weight of .*mlp.* differs"):
+        build(large, tmp_path / "engines", precision="int8")
+
+
+@pytest.mark.parametrize(("architecture", "size"), [("gpt2", 64), ("opt", 64), ("gpt2", 48)])
+def test_tables_of_positions_are_accepted(tmp_path, architecture, size):
+    """Their rows are looked up by positions, which OPT shifts, and not by tokens. Rows of 48 stay in fp32."""
+    folder = write_large(tmp_path / "model", architecture, vocab_size=len(WORDS), hidden_size=size)
+    write_tokenizer(folder)
+    assert [line for line in build(folder, tmp_path / "engines", precision="int8") if line.startswith("checked")]
 
 
 def test_uneven_smoothing_is_accepted(checkpoint, tmp_path, monkeypatch):

