@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+import typer
 from tests.little import Redraft
 
 from redraft.cli.chat import Chat
@@ -84,12 +84,13 @@ def test_an_interrupt_ends_the_answer_alone(runtime: Runtime, monkeypatch: pytes
     chat = Chat(runtime, None, SamplingParams(max_tokens=20, ignore_eos=True), "none")
     printed: list[str] = []
 
-    def interrupt(_: Console, text: object, **options: object) -> None:
-        printed.append(str(text))
-        if len(printed) == 3:
-            signal.raise_signal(signal.SIGINT)
+    def interrupt(text: str = "", nl: bool = True) -> None:
+        if not nl:
+            printed.append(text)
+            if len(printed) == 3:
+                signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Console, "print", interrupt)
+    monkeypatch.setattr(typer, "echo", interrupt)
     assert chat.take("the cat")
     assert len(printed) == 3
     assert chat._conversation._messages[-1] == {"role": "assistant", "content": "".join(printed)}

@@ -6,9 +6,11 @@ wrong mask, position, cache_len, compaction or slot raises an error or changes t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -16,17 +18,26 @@ from redraft import names, signatures
 from redraft.engines.device import Buffer, Run, check_bindings
 from redraft.engines.host_buffer import array_of
 from redraft.names import TensorSpec
-from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime import Runtime, SamplingParams, api, speculators
 from redraft.runtime.chat import DEFAULT, ChatTemplates
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.tokenizer import Tokenizer
 from redraft.runtime.verifier import Verifier
 from redraft.signatures import VerifierShape
+from redraft.types import Costs
 
 Rule = Callable[[list[int]], int]
 BOS, EOS, VOCABULARY = 256, 257, 258
 CURVE = CostCurve.from_points({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5, 32: 4.5})
+"""Milliseconds of a verification, by nodes."""
 SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=2, hidden=3, vocabulary=VOCABULARY, max_positions=512)
+
+
+def fix_costs(patch: pytest.MonkeyPatch) -> None:
+    """Make calls cost the same on every machine: CURVE, drafts nothing. The clock stands, so nothing corrects that."""
+    patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    patch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    patch.setattr(time, "perf_counter", lambda: 0.0)
 
 
 def mixing_rule(tokens: list[int]) -> int:

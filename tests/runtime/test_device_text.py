@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,12 @@ from redraft.engines.manifest import GraphRecord
 from redraft.errors import DataError, UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep
-from redraft.runtime.cost import VerifyCosts, measure_curve
+from redraft.runtime.cost import measure_curve
 from redraft.runtime.trace import replay
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, Costs
+from redraft.types import Budget
 from tests.cli.conftest import write_tokenizer
 from tests.engines.bundles import manifest_of
 from tests.engines.fake_onnxruntime import onnxruntime_cuda
@@ -34,7 +33,7 @@ from tests.engines.graphs import Decoder, save_verifier
 from tests.standins.cuda import FakeCuda, QueuedKernels
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE
+from .fakes import fix_costs
 from .lyanna_bundle import CONTEXT, STEPS
 from .test_lyanna import FULL, PARAMS, PROMPTS, prompts
 
@@ -45,9 +44,7 @@ ALL = [*PROMPTS, *LONG]
 
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    fix_costs(monkeypatch)
     monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
 
 
@@ -75,7 +72,7 @@ def opened(
 def plain(lyanna_bundle: Path) -> list[list[int]]:
     """Return the host's tokens without drafting."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+        fix_costs(patch)
         with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
             return [list(g.token_ids) for g in runtime.generate(ALL, PARAMS, "none")]
 

@@ -18,19 +18,18 @@ from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
 from redraft.methods import find_method
-from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api, speculators
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.proposals import ChainProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, Costs, Tree
+from redraft.types import Budget, Tree
 from tests.cli.conftest import write_tokenizer
 from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.export.drafters.test_feature_graphs import SIZES, random_module
 from tests.export.drafters.tiny import token_data, write_verifier
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE
+from .fakes import fix_costs
 from .lyanna_bundle import CONTEXT, VOCABULARY
 from .test_rejection_drafts import FAR, chi_square
 
@@ -80,8 +79,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unmeasured() -> Iterator[None]:
     """Calls cost the same on every machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-        patch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+        fix_costs(patch)
         yield
 
 

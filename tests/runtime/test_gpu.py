@@ -21,14 +21,13 @@ from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Device
 from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
-from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api, speculators
-from redraft.runtime.cost import VerifyCosts
-from redraft.types import Budget, Costs
+from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api
+from redraft.types import Budget
 from tests.engines.bundles import build_tiny
 from tests.engines.test_gpu_attention import lower, native_missing
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE
+from .fakes import fix_costs
 from .test_lyanna import FULL
 from .test_lyanna import PROMPTS as IDS
 
@@ -79,8 +78,7 @@ def check_captured(device: Device) -> None:
 
 @pytest.fixture
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    fix_costs(monkeypatch)
 
 
 @pytest.mark.usefixtures("_unmeasured")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import random
-import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import contextmanager
@@ -23,9 +22,8 @@ from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
 from redraft.methods.lyanna_token_info import lookup
 from redraft.noise_spec import DRAWN
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, scheduler, speculators
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, scheduler
 from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.drafters.hidden_states import CATCH_UP
@@ -37,9 +35,9 @@ from redraft.runtime.sampling.noise import RowKey, noise_of
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
 from redraft.runtime.tree import prune
-from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
+from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind
 
-from .fakes import CURVE
+from .fakes import fix_costs
 from .lyanna_bundle import CONTEXT, SCALE, STEPS, VOCABULARY, WIDTH
 
 Open = Callable[..., Runtime]
@@ -55,9 +53,7 @@ def prompts(count: int, seed: int, longest: int = 80) -> list[list[int]]:
 @pytest.fixture
 def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Return a function that opens the bundle without measuring."""
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    fix_costs(monkeypatch)
 
     def open_runtime(max_num_seqs: int = 1, **lyanna: object) -> Runtime:
         options = {"lyanna": lyanna} if lyanna else {}
@@ -73,7 +69,7 @@ PROMPTS = [*prompts(6, seed=1), [5] * 80, [3, 4] * 35]
 def plain(lyanna_bundle: Path) -> list[list[int]]:
     """Return the verifier's own tokens after PROMPTS. Some end early, at an end-of-sequence token or a full context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+        fix_costs(patch)
         with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
             texts = [list(g.token_ids) for g in runtime.generate(PROMPTS, PARAMS, "none")]
     assert len({len(text) for text in texts}) > 2

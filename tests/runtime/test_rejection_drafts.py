@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.proposals import ChainProposal
 from redraft.runtime.tree import root_only
-from redraft.types import Budget, Costs, OfferKind
+from redraft.types import Budget, OfferKind
 
-from .fakes import CURVE
+from .fakes import fix_costs
 from .lyanna_bundle import STEPS
 
 TREES = Budget(8, STEPS, 3)
@@ -25,8 +24,7 @@ FAR = 49.0
 
 @pytest.fixture
 def runtime(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    fix_costs(monkeypatch)
     return Runtime.open(lyanna_bundle, threads=1, verify=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,18 +12,16 @@ from redraft import names
 from redraft.engines import host_device, open_bundle
 from redraft.engines.device import slots_of
 from redraft.engines.host_buffer import array_of
-from redraft.runtime import Runtime, SpeculationParams, api, graph_steps, speculators
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime import Runtime, SpeculationParams, graph_steps
 from redraft.runtime.drafters import engine
 from redraft.runtime.graph_steps import GraphSteps
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import chain, root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import Costs
 from tests.standins.cuda import FakeCuda
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE, VOCABULARY, FakeEngine, fake_verifier
+from .fakes import VOCABULARY, FakeEngine, fake_verifier, fix_costs
 from .lyanna_bundle import CONTEXT
 from .test_lyanna import FULL, PARAMS, PROMPTS, plain, request  # noqa: F401
 
@@ -34,9 +31,7 @@ TEXT = [3, 9, 4, 7, 5, 8, 6, 12, 3, 11] * 8
 
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    fix_costs(monkeypatch)
 
 
 @pytest.fixture(params=["host", "cpu", "tensorrt"])

@@ -14,15 +14,14 @@ from safetensors.torch import load_file
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.decoder import Chain, DecoderDrafter, Drafting
 from redraft.runtime.drafters.growing_tree import GrowingTree
 from redraft.runtime.drafters.proposals import RowsProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import depths_of, within
-from redraft.types import Budget, Costs, Tree
-from tests.runtime.fakes import CURVE
+from redraft.types import Budget, Tree
+from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
 from .decoder_bundle import CONTEXT, write_bundle
@@ -294,8 +293,7 @@ def test_a_draft_near_the_end_of_the_context(folder: Path) -> None:
 
 @pytest.fixture
 def with_fixed_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    fix_costs(monkeypatch)
     return opened(folder)
 
 

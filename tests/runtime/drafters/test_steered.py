@@ -14,15 +14,14 @@ import pytest
 from redraft import names
 from redraft.engines import open_bundle
 from redraft.engines.device import Device
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.steered import SteeredDrafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, Costs, Tree
+from redraft.types import Budget, Tree
 from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.runtime.devices import cpu_device, open_over, tensorrt_device
-from tests.runtime.fakes import CURVE
+from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
 from .steered_bundle import STEPS, Paper, write_bundle
@@ -49,8 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unmeasured() -> Iterator[None]:
     """Calls cost the same on every machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-        patch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+        fix_costs(patch)
         yield
 
 
