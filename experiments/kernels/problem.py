@@ -97,7 +97,7 @@ class DeviceProblem:
         return kernels.plan(self.args(ctas))
 
     def ours(self, kernels: Kernels, ctas: int = 0) -> Call:
-        """Return a call of the kernels. It also writes new rows into the cache and packs the mask, as in an engine."""
+        """Return a call of the kernels. It also writes new rows into the cache, as in an engine."""
         args = self.args(ctas)
         scratch = self.torch.empty(kernels.workspace_bytes(args), dtype=self.torch.uint8, device=self.device)
 
