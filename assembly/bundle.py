@@ -106,11 +106,12 @@ def build_bundle(
     )
     if not force and is_current(out, key):
         return load_manifest(out), True
-    expected = _expected_seconds(checkpoint, config, texts, check, tokens)
-    expected |= {TRACE: 0.0} if shared.traced else {}
-    expected |= {REFERENCE: 0.0} if shared.reference else {}
-    with BuildProgress(report, expected) as progress, ExitStack() as stack:
+    with BuildProgress(report) as progress, ExitStack() as stack:
         with progress.stage(LIBRARIES):  # which a current bundle must not wait for
+            expected = _expected_seconds(checkpoint, config, texts, check, tokens)
+            expected |= {TRACE: 0.0} if shared.traced else {}
+            expected |= {REFERENCE: 0.0} if shared.reference else {}
+            progress.expect(expected)
             config = resolve_drafters(config, checkpoint)
             check_drafters(config, checkpoint, digests)
             check_room(checkpoint, config, out, measured=tokens if texts else 0)
@@ -148,7 +149,7 @@ def _expected_seconds(
     rounded = config.rounds_products
     measured = bool(texts) * tokens / 1000
     return {
-        LIBRARIES: 4,
+        LIBRARIES: 9,
         TRACE: 2 + 0.6 * layers,
         REFERENCE: measured * (2 + 22 * billions),
         WEIGHTS: 1 + (8 if rounded else 1) * billions,

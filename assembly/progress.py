@@ -28,14 +28,16 @@ class BuildProgress:
     proportion to its expected time, but never as all done.
     """
 
-    def __init__(self, report: Report, expected: Mapping[str, float]) -> None:
-        """expected: seconds by stage, in order, on an idle machine. Stages that are skipped count as done at once."""
-        self._report, self._expected = report, dict(expected)
-        self._order = list(expected)
+    def __init__(self, report: Report) -> None:
+        self._report, self._expected = report, dict[str, float]()
         self._stage, self._share, self._inside = "", 0.0, False
         self._started = self._stage_started = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Set the seconds of each stage on an idle machine, in order. Stages that are skipped count as done at once."""
+        self._expected = dict(seconds)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -75,9 +77,14 @@ class BuildProgress:
         self._report(line)
 
     def line(self) -> str:
-        """Return the build's share and time left, and the latest stage with its share."""
-        done, left = self._seconds()
+        """Return the build's share and time left, and the latest stage with its share.
+
+        Nothing is known of the time left before expect(): the line has the seconds so far.
+        """
         elapsed = time.monotonic() - self._started
+        if not self._expected:
+            return f"{self._stage}, {elapsed:.0f} s so far"
+        done, left = self._seconds()
         pace = elapsed / done if done > 1 else 1.0
         share = f" {100 * self._share:.0f} %" if self._share else ""
         whole = done / max(done + left, 1e-9)
@@ -86,8 +93,9 @@ class BuildProgress:
 
     def _seconds(self) -> tuple[float, float]:
         """Return the expected seconds of what is done and of what is left."""
-        place = self._order.index(self._stage) if self._stage in self._order else 0
-        before = sum(self._expected[name] for name in self._order[:place])
+        order = list(self._expected)
+        place = order.index(self._stage) if self._stage in order else 0
+        before = sum(self._expected[name] for name in order[:place])
         stage, elapsed = self._expected.get(self._stage, 0.0), time.monotonic() - self._stage_started
         done = before + (self._share * stage or min(elapsed, SILENT_SHARE * stage))
         return done, sum(self._expected.values()) - done

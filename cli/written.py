@@ -80,6 +80,8 @@ class SideBySide:
         if self._live is not None:
             self._live.update(self._columns(self._live.console.width))
             self._live.stop()
+            if not self._live.console.is_terminal:  # where the last drawing ends without a line's end
+                self._live.console.line()
 
     def draw(self) -> None:
         """Draw the answers, unless that was done a moment ago: drawing takes time from decoding."""

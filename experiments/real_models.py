@@ -1,6 +1,6 @@
 """Figures of a real model: its builds, then opening, prompts, decoding and memory, beside peers on the same file.
 
-    python -m experiments.real_models FILE.gguf --out build/models --precisions int8,int4 \\
+    python -m experiments.real_models MODEL --out build/models --precisions int8,int4 \\
         --peers llama-cpp-python openvino-genai --peers-python PEERS/bin/python
 
 Every decoder opens in a process of its own, `--rounds` times in an order that rotates. Each time it decodes the same
@@ -52,13 +52,13 @@ def main() -> dict[str, Any]:
     options = _arguments()
     builds, decoders = {}, list[Decoder]()
     for precision in options.precisions.split(","):
-        out = options.out / f"{options.file.stem}-{precision}"
-        builds[precision] = build(options.file, precision, out, options.draft)
+        out = options.out / f"{options.model.stem}-{precision}"
+        builds[precision] = build(options.model, precision, out, options.draft)
         decoders.append(Decoder(OURS, out))
     if LLAMA in options.peers:
-        decoders += [Decoder(LLAMA, options.file), Decoder(LLAMA, _as_q8(options))]
+        decoders += [Decoder(LLAMA, options.model), Decoder(LLAMA, _as_q8(options))]
     if OPENVINO in options.peers:
-        decoders.append(Decoder(OPENVINO, options.file))
+        decoders.append(Decoder(OPENVINO, options.model))
     bundle = decoders[0].path
     manifest = open_bundle(bundle).manifest
     work = {"prompts": prompts(bundle, manifest), "new_tokens": options.new_tokens, "threads": options.threads}
@@ -76,7 +76,7 @@ def main() -> dict[str, Any]:
                         failed[decoder] = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
     return {
         "environment": environment(options.threads),
-        "file": {"name": options.file.name, "bytes": options.file.stat().st_size},
+        "model": options.model.name,
         "rounds": options.rounds,
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": options.new_tokens,
@@ -86,9 +86,9 @@ def main() -> dict[str, Any]:
     }
 
 
-def build(file: Path, precision: str, out: Path, draft: Path | None) -> dict[str, Any]:
+def build(model: Path, precision: str, out: Path, draft: Path | None) -> dict[str, Any]:
     """Build a bundle in a process of its own. Returns its seconds, peak memory in bytes, size and quality."""
-    command = [sys.executable, "-c", "from redraft.cli.main import main; main()", "build", str(file)]
+    command = [sys.executable, "-c", "from redraft.cli.main import main; main()", "build", str(model)]
     drafter = ["--drafter", f"draft={draft}" if draft else "none"]
     start = time.monotonic()
     with tempfile.TemporaryFile() as printed:
@@ -147,17 +147,17 @@ def _summary(decoder: Decoder, rounds: Sequence[dict[str, Any]]) -> dict[str, An
 
 def _as_q8(options: argparse.Namespace) -> Path:
     """Return llama.cpp's Q8_0 of the file, written now unless it is there."""
-    target = Path(options.out) / f"{options.file.stem}-Q8_0.gguf"
+    target = Path(options.out) / f"{options.model.stem}-Q8_0.gguf"
     if not target.exists():
         part = target.with_suffix(".part")
-        subprocess.run([options.peers_python, str(WORKER), "quantize", str(options.file), str(part)], check=True)
+        subprocess.run([options.peers_python, str(WORKER), "quantize", str(options.model), str(part)], check=True)
         part.rename(target)
     return target
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="a GGUF file")
+    parser.add_argument("model", type=Path, help="a GGUF file, or a checkpoint folder that no peer reads")
     parser.add_argument("--out", type=Path, required=True, help="folder of the bundles, and of llama.cpp's Q8_0")
     parser.add_argument("--precisions", default="int8,int4", help="one or more, with commas")
     parser.add_argument("--draft", type=Path, help="a GGUF file of a draft model for the bundles")

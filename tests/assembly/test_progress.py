@@ -19,9 +19,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_time_left_follows_the_pace(clock: list[float]) -> None:
     lines: list[str] = []
-    build = BuildProgress(lines.append, {"trace": 10.0, "write": 20.0, "check": 10.0})
+    build = BuildProgress(lines.append)
     with build.stage("trace"):
-        assert lines == [".................... 0 %, 40 s left: trace"]
+        assert lines == ["trace, 0 s so far"]
+        build.expect({"trace": 10.0, "write": 20.0, "check": 10.0})
+        assert build.line() == ".................... 0 %, 40 s left: trace"
         clock[0] += 6  # silent, and as fast as expected
         assert build.line() == "###................. 15 %, 34 s left: trace"
         clock[0] += 14  # twice the expected time, but for a twentieth

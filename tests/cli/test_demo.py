@@ -31,6 +31,7 @@ def test_the_ratio_is_that_of_the_rates_it_prints(redraft: Redraft, lyanna_bundl
     low, high = re.findall(r"times as fast \(([\d.]+) to ([\d.]+) in single pairs\)", done.stdout)[0]
     assert float(low) - 0.01 <= float(ratio) <= float(high) + 0.01
     assert "lossless: both wrote the same tokens" in done.stdout
+    assert done.stdout.count("╯\n\n") == 2  # each prompt's answers end their line
     assert len(re.findall(r"^  \S", done.stdout.partition("next:")[2], re.M)) == 3
 
 
