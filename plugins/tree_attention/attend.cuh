@@ -53,9 +53,6 @@ struct Attend {
   REDRAFT_DEVICE int first_row() const { return unit.row_block * Shape::kRows; }
   REDRAFT_DEVICE int row_warp() const { return thread_index() / kWarp % Shape::kRowWarps; }
   REDRAFT_DEVICE int key_warp() const { return thread_index() / kWarp / Shape::kRowWarps; }
-  REDRAFT_DEVICE uint32_t *seen_of(int row) {
-    return reinterpret_cast<uint32_t *>(queries + row * Shape::kStride + Shape::kHeadDim);
-  }
   REDRAFT_DEVICE T *keys_of(int stage) const { return stages + 2 * stage * Shape::kTile * Shape::kStride; }
   REDRAFT_DEVICE T *values_of(int stage) const { return keys_of(stage) + Shape::kTile * Shape::kStride; }
 
@@ -140,7 +137,12 @@ struct Attend {
     return !(first + Shape::kTile <= seen && near);
   }
 
-  // Notes what each query sees of a tile with hidden rows. A warp makes one word of 32 rows at a time, a row a lane, so
+  // What the unit's node `node`, counted from its first, sees of a tile: bit j of word w is row 32 w + j.
+  REDRAFT_DEVICE uint32_t *seen_of(int node) {
+    return reinterpret_cast<uint32_t *>(queries + node * Shape::kStride + Shape::kHeadDim);
+  }
+
+  // Notes what each node sees of a tile with hidden rows. A warp makes one word of 32 rows at a time, a row a lane, so
   // that bytes of a mask are read in sequence. It reads kAtOnce words' bytes before it uses the first.
   REDRAFT_DEVICE void note_seen(int tile) {
     constexpr int kAtOnce = 8;
@@ -160,10 +162,7 @@ struct Attend {
         const bool sees = row < extent.end && (row < extent.past || allowed[r] & 1u) &&
                           in_window(problem, extent, unit.sequence, node, row);
         const uint32_t bits = ballot(sees);
-        const int end = smaller((node + 1) * problem.group - first_row(), Shape::kRows);
-        for (int i = larger(node * problem.group - first_row(), 0) + lane_of(); i < end; i += kWarp) {
-          seen_of(i)[word % kWords] = bits;
-        }
+        if (lane_of() == 0) seen_of(word / kWords)[word % kWords] = bits;
       }
     }
   }
@@ -220,12 +219,13 @@ struct Attend {
 
   // Turns hidden scores of row tile `m` into minus infinity, by the words of note_seen().
   REDRAFT_DEVICE void hide(float (&scores)[Product::kBlocks][4], int m) {
-    const int row = row_warp() * Shape::kWarpRows + m * 16 + lane_of() / 4;
+    const int row = first_row() + row_warp() * Shape::kWarpRows + m * 16 + lane_of() / 4;
     const int first = key_warp() * Shape::kSlice;
     constexpr int kWordBlocks = Shape::kSlice < kWarp ? Product::kBlocks : kWarp / 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t *words = seen_of(row + half * 8) + first / kWarp;
+      const int node = (row + half * 8) / problem.group - first_row() / problem.group;
+      const uint32_t *words = seen_of(node) + first / kWarp;
 #pragma unroll
       for (int n = 0; n < Product::kBlocks; ++n) {
         const uint32_t bits = words[n / kWordBlocks] >> (first % kWarp + lane_of() % 4 * 2) >> n % kWordBlocks * 8;
@@ -270,20 +270,15 @@ struct Attend {
 
   REDRAFT_DEVICE void run_tiles() {
     load_queries();
-    load_tile(tiles.first, 0);
-    commit_copies();
-    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+    for (int next = tiles.first; next <= tiles.end; ++next) {
+      if (next < tiles.end) load_tile(next, (next - tiles.first) % kStages);
+      commit_copies();
+      const int tile = next - 1;
+      if (tile < tiles.first) continue;
       const int stage = (tile - tiles.first) % kStages;
       const bool hidden = has_hidden(tile);
-      if (tile + 1 < tiles.end) {
-        load_tile(tile + 1, 1 - stage);
-        commit_copies();
-        if (hidden) note_seen(tile);
-        wait_copies<1>();
-      } else {
-        if (hidden) note_seen(tile);
-        wait_copies<0>();
-      }
+      if (hidden) note_seen(tile);
+      wait_copies<1>();
       sync_block();
       store_new_rows(tile, stage);
       float scores[Shape::kRowTiles][Product::kBlocks][4] = {};

@@ -97,6 +97,7 @@ REDRAFT_DEVICE int64_t tiles_before(const Problem &problem, const Extent &extent
     return static_cast<int64_t>(tiles.end - tiles.first) * blocks;
   }
   int64_t sum = 0;
+#pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
     const Tiles tiles = tiles_of<Shape>(problem, extent, block);
     sum += tiles.end - tiles.first;
@@ -112,6 +113,7 @@ REDRAFT_DEVICE int64_t head_tiles(const Problem &problem, const Extent &extent) 
 template <class Shape>
 REDRAFT_DEVICE int64_t all_tiles(const Problem &problem) {
   int64_t sum = 0;
+#pragma unroll 1
   for (int b = 0; b < problem.batch; ++b) sum += head_tiles<Shape>(problem, extent_of(problem, b)) * problem.kv_heads;
   return sum;
 }
@@ -140,6 +142,7 @@ REDRAFT_DEVICE Unit unit_at(const Problem &problem, int64_t tile) {
   int64_t left = tile;  // the tile's offset, in smaller parts at each step
   Extent extent = extent_of(problem, 0);
   int64_t per_head = head_tiles<Shape>(problem, extent);
+#pragma unroll 1
   while (left >= per_head * problem.kv_heads) {
     left -= per_head * problem.kv_heads;
     extent = extent_of(problem, ++unit.sequence);
@@ -152,6 +155,7 @@ REDRAFT_DEVICE Unit unit_at(const Problem &problem, int64_t tile) {
     unit.row_block = static_cast<int>(left / (unit.tiles.end - unit.tiles.first));
     left %= unit.tiles.end - unit.tiles.first;
   }
+#pragma unroll 1
   while (left >= unit.tiles.end - unit.tiles.first) {
     left -= unit.tiles.end - unit.tiles.first;
     unit.tiles = tiles_of<Shape>(problem, extent, ++unit.row_block);
@@ -168,6 +172,7 @@ REDRAFT_DEVICE Unit unit_of(const Problem &problem, int number) {
   unit.row_block = number % row_blocks;
   unit.head = number / row_blocks % problem.kv_heads;
   unit.sequence = number / row_blocks / problem.kv_heads;
+#pragma unroll 1
   for (int b = 0; b < unit.sequence; ++b) {
     unit.start += head_tiles<Shape>(problem, extent_of(problem, b)) * problem.kv_heads;
   }

@@ -30,8 +30,8 @@ struct AttentionShape {
   static constexpr int kTile = kRowBytes <= 256 ? 64 : kRowBytes <= 512 ? 32 : 16;
   static constexpr int kSlice = kTile / kKeyWarps;  // keys of a tile for one warp
   static constexpr int kProductDepth = sizeof(T) == 2 ? 16 : 8;
-  // Sixteen bytes more than a row, so that eight consecutive rows are in different banks. Those behind a query row hold
-  // what it sees of a tile, a bit a key.
+  // Sixteen bytes more than a row, so that eight consecutive rows are in different banks. Those behind query
+  // row i hold what the unit's node i sees of a tile, a bit a key.
   static constexpr int kStride = kHeadDim + 16 / static_cast<int>(sizeof(T));
   static constexpr int kTileBytes = kTile * kStride * static_cast<int>(sizeof(T));
   static constexpr int kQueryBytes = kRows * kStride * static_cast<int>(sizeof(T));
