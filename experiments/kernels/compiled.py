@@ -30,7 +30,7 @@ RESERVED_BYTES = 1024
 WARPS = 4
 _KIND = {"Half": "float16", "Bfloat16": "bfloat16", "float": "float32"}
 _ENTRY = re.compile(
-    r"entry function '\S*?6attendINS_14AttentionShapeI(?:NS_\d+(\w+?)E|(f))Li(\d+)ELi(\d+)\S*' for '(sm_\d+)'"
+    r"entry function '\S*?6attendINS_14AttentionShapeI(?:NS_\d+(\w+?)E|(f))Li(\d+)ELi(\d+)ELi(\d+)\S*' for '(sm_\d+)'"
 )
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -60,13 +60,13 @@ def parse(report: str) -> Iterator[dict[str, Any]]:
     lines = iter(report.splitlines())
     for line in lines:
         if entry := _ENTRY.search(line):
-            kind, single, head_dim, row_warps, architecture = entry.groups()
+            kind, single, head_dim, row_warps, row_tiles, architecture = entry.groups()
             spills = next(found for found in map(_SPILLS.search, lines) if found)
             registers = next(found for found in map(_REGISTERS.search, lines) if found)
             yield {
                 "dtype": _KIND["float" if single else kind],
                 "head_dim": int(head_dim),
-                "rows": 16 * int(row_warps),
+                "rows": 16 * int(row_warps) * int(row_tiles),
                 "architecture": architecture,
                 "registers": int(registers[1]),
                 "spilled_bytes": int(spills[1]) + int(spills[2]),

@@ -4,7 +4,7 @@
 
 A call must move its bytes (redraft.plugins.traffic) once and compute its products. Loads and products overlap at best,
 so its floor is the longer of the two. Cards are as their data sheets say, without sparsity. `mma` is the share of the
-tensor cores' peak that mma.sync reaches: 0.63 on Hopper (Luo et al. 2024, arXiv:2402.13499), where the rest needs wgmma,
+tensor cores' peak that mma.sync reaches: 0.63 on Hopper (Luo et al. 2024, arXiv:2402.13499), the rest needs wgmma,
 and all of it before. `bytes_under_way` is what each processor must have on its way to hide the memory's latency
 (Little's law; latencies are rounded). Prints one JSON object.
 """

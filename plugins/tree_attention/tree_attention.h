@@ -79,7 +79,8 @@ REDRAFT_API int redraft_tree_attention_plan(const redraft_tree_attention_args *a
 REDRAFT_API int redraft_tree_attention_workspace(const redraft_tree_attention_args *args, size_t *bytes);
 
 // Writes k and v into the cache and attends, with at most two launches: one that does both, and one that merges results
-// of sequences and heads that several blocks share. `workspace` is device memory at a multiple of 16 bytes. A node whose row is past the capacity is not written, not seen, and has an unspecified finite out.
+// of sequences and heads that several blocks share. `workspace` is device memory at a multiple of 16 bytes. A node whose
+// row is past the capacity is not written, not seen, and has an unspecified finite out.
 REDRAFT_API int redraft_tree_attention(const redraft_tree_attention_args *args, void *workspace, size_t workspace_bytes,
                                        void *stream);
 

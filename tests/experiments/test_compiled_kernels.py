@@ -15,16 +15,16 @@ from redraft.plugins.library import Kernels
 
 REPORT = """\
 ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_ZN7redraft5mergeINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemEi' for 'sm_90'
-ptxas info    : Function properties for _ZN7redraft5mergeINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemEi
+ptxas info    : Compiling entry function '_ZN7redraft5mergeINS_14AttentionShapeIfLi256ELi2ELi1EEEEEvNS_7ProblemEi' for 'sm_90'
+ptxas info    : Function properties for _ZN7redraft5mergeINS_14AttentionShapeIfLi256ELi2ELi1EEEEEvNS_7ProblemEi
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 48 registers, used 0 barriers
-ptxas info    : Compiling entry function '_ZN7redraft6attendINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemE' for 'sm_90'
-ptxas info    : Function properties for _ZN7redraft6attendINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemE
+ptxas info    : Compiling entry function '_ZN7redraft6attendINS_14AttentionShapeIfLi256ELi2ELi1EEEEEvNS_7ProblemE' for 'sm_90'
+ptxas info    : Function properties for _ZN7redraft6attendINS_14AttentionShapeIfLi256ELi2ELi1EEEEEvNS_7ProblemE
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 253 registers, used 1 barriers
-ptxas info    : Compiling entry function '_ZN7redraft6attendINS_14AttentionShapeINS_8Bfloat16ELi64ELi4EEEEEvNS_7ProblemE' for 'sm_86'
-ptxas info    : Function properties for _ZN7redraft6attendINS_14AttentionShapeINS_8Bfloat16ELi64ELi4EEEEEvNS_7ProblemE
+ptxas info    : Compiling entry function '_ZN7redraft6attendINS_14AttentionShapeINS_8Bfloat16ELi64ELi2ELi2EEEEEvNS_7ProblemE' for 'sm_86'
+ptxas info    : Function properties for _ZN7redraft6attendINS_14AttentionShapeINS_8Bfloat16ELi64ELi2ELi2EEEEEvNS_7ProblemE
     24 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads
 ptxas info    : Used 128 registers, used 1 barriers, 24 bytes cumulative stack size
 """  # noqa: E501
