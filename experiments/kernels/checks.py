@@ -3,7 +3,8 @@
     python -m experiments.kernels.speed --check
 
 They cover every type and head size with each number of query rows a tile may have. They also cover every feature of a
-call in each type, compaction, and calls of random sizes and features. The host computes references, so the device runs only the kernels and copies.
+call in each type, compaction, and calls of random sizes and features. The host computes references, so the device runs
+only the kernels and copies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from redraft.plugins.traffic import AttentionSizes
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5}
 BATCH = 3
 TREES = ((1, (2, 2)), (20, (2, 2)), (13, (8, 2)), (64, (2, 2)), (33, (8, 2)))
-"""Nodes and heads: 1, 20, 52, 64 and 132 query rows a key head. They need tiles of 16, 32 and 64 rows, and several of these."""
+"""Nodes and heads: 1, 20, 52, 64 and 132 query rows a key head. The last needs several tiles, of the largest size."""
 RANDOM_CALLS = 12
 """Of each type."""
 FEATURES = {
