@@ -119,7 +119,7 @@ def run(load: Path, out: Path, work: Path, names: list[str], dry: bool) -> int:
         print(f"unpacked, without {len(missing)} pieces that are in later loads")
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(work / "site"), str(work / "source")]),
+        "PYTHONPATH": os.pathsep.join([str(work / "source"), str(work / "site")]),
         "REDRAFT_KERNELS": str(work / "kernels/libredraft_kernels.so"),
         "PYTHONUNBUFFERED": "1",
     }
@@ -161,7 +161,7 @@ def unpack(load: Path, work: Path) -> list[str]:
     if (load / SOURCE).exists():
         with tarfile.open(load / SOURCE) as archive:
             archive.extractall(work / "source", filter="data")
-        _lay_out(work / "source", work / "site")
+        _lay_out(work / "source")
     for path in (*load.glob(f"{CARGO}.*"), *load.glob(CONTENTS)):
         shutil.copy(path, pieces)
     if not (pieces / CONTENTS).exists():
@@ -178,11 +178,11 @@ def unpack(load: Path, work: Path) -> list[str]:
     return []
 
 
-def _lay_out(source: Path, site: Path) -> None:
+def _lay_out(source: Path) -> None:
     """Copy each package's folder to the place that its name has when it is installed."""
     folders = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    for package in sorted(name for name in folders if name.partition(".")[0] == "redraft"):
-        shutil.copytree(source / folders[package], site / package.replace(".", "/"), dirs_exist_ok=True)
+    for package in sorted(name for name in folders if name.startswith("redraft.")):
+        shutil.copytree(source / folders[package], source / package.replace(".", "/"), dirs_exist_ok=True)
 
 
 def _run_step(step: Step, environment: dict[str, str], folder: Path, out: Path) -> dict[str, str | float]:

@@ -35,7 +35,7 @@ RESERVED_BYTES = 1024
 """Shared memory that the driver keeps of every block."""
 WARPS = 4
 _KIND = {"Half": "float16", "Bfloat16": "bfloat16", "float": "float32"}
-_NAME = r"\S*?6attendINS_14AttentionShapeI(?:NS_\d+(\w+?)E|(f))Li(\d+)ELi(\d+)ELi(\d+)"
+_NAME = r"\S*?6attendINS_14AttentionShapeI(?:NS_\d+(\w+?)E|(f))Li(\d+)ELi(\d+)"
 _ENTRY = re.compile(rf"entry function '{_NAME}\S*' for '(sm_\d+)'")
 _FUNCTION = re.compile(rf"Function : (?:{_NAME}\S*|\S+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(LDGSTS|LDG|STG|LDL|STL|LDSM|HMMA)\.?([\w.]*)")
@@ -69,17 +69,16 @@ def sources_digest() -> str:
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry[name] for name in ("dtype", "head_dim", "rows", "row_tiles", "architecture"))
+    return tuple(entry[name] for name in ("dtype", "head_dim", "rows", "architecture"))
 
 
 def _identity(groups: Iterable[str | None]) -> dict[str, Any]:
     """Return what a mangled name's groups say."""
-    kind, single, head_dim, row_warps, row_tiles = groups
+    kind, single, head_dim, row_warps = groups
     return {
         "dtype": _KIND["float" if single else str(kind)],
         "head_dim": int(head_dim or 0),
-        "rows": 16 * int(row_warps or 0) * int(row_tiles or 0),
-        "row_tiles": int(row_tiles or 0),
+        "rows": 16 * int(row_warps or 0),
     }
 
 
@@ -103,7 +102,7 @@ def instructions(text: str) -> dict[tuple[Any, ...], dict[str, int]]:
             architecture = line.split()[-1]
         elif entry := _FUNCTION.search(line):
             found = Counter()
-            if entry[5]:
+            if entry[3]:
                 counts[_key({**_identity(entry.groups()), "architecture": architecture})] = found
         elif entry := _INSTRUCTION.search(line):
             width = _WIDTH.search(entry[2])

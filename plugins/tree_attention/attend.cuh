@@ -34,20 +34,17 @@ struct Attend {
   Extent extent;
   T *queries;  // [kRows, kStride]
   T *stages;   // [kStages][2: keys, values][kTile, kStride]
-  float out[Shape::kRowTiles][Product::kOutBlocks][4];
-  float highest[Shape::kRowTiles][2];  // the largest score so far, log2, of rows g and g + 8 of a row tile
-  float total[Shape::kRowTiles][2];    // this lane's part of the sum of powers
+  float out[Product::kOutBlocks][4];
+  float highest[2];  // the largest score so far, log2, of rows g and g + 8
+  float total[2];    // this lane's part of the sum of powers
 
   REDRAFT_DEVICE Attend(const Problem &given, const Unit &its, const Tiles &part, void *memory)
       : problem(given), unit(its), tiles(part), extent(extent_of(given, its.sequence)),
         queries(static_cast<T *>(memory)), stages(queries + Shape::kRows * Shape::kStride) {
 #pragma unroll
-    for (int m = 0; m < Shape::kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < Product::kOutBlocks; ++n) out[m][n][0] = out[m][n][1] = out[m][n][2] = out[m][n][3] = 0.f;
-      highest[m][0] = highest[m][1] = minus_infinity();
-      total[m][0] = total[m][1] = 0.f;
-    }
+    for (int n = 0; n < Product::kOutBlocks; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
+    highest[0] = highest[1] = minus_infinity();
+    total[0] = total[1] = 0.f;
   }
 
   REDRAFT_DEVICE int first_row() const { return unit.row_block * Shape::kRows; }
@@ -197,7 +194,7 @@ struct Attend {
     }
   }
 
-  // Turns scores of one row tile into exponents of two.
+  // Turns scores into exponents of two.
   REDRAFT_DEVICE void scale(float (&scores)[Product::kBlocks][4]) const {
     const bool capped = problem.softcap > 0.f;
     const float factor = capped ? problem.scale / problem.softcap : problem.scale * kLog2E;
@@ -217,9 +214,9 @@ struct Attend {
     }
   }
 
-  // Turns hidden scores of row tile `m` into minus infinity, by the words of note_seen().
-  REDRAFT_DEVICE void hide(float (&scores)[Product::kBlocks][4], int m) {
-    const int row = first_row() + row_warp() * Shape::kWarpRows + m * 16 + lane_of() / 4;
+  // Turns hidden scores into minus infinity, by the words of note_seen().
+  REDRAFT_DEVICE void hide(float (&scores)[Product::kBlocks][4]) {
+    const int row = first_row() + row_warp() * 16 + lane_of() / 4;
     const int first = key_warp() * Shape::kSlice;
     constexpr int kWordBlocks = Shape::kSlice < kWarp ? Product::kBlocks : kWarp / 8;
 #pragma unroll
@@ -237,11 +234,11 @@ struct Attend {
     }
   }
 
-  // Turns scores of row tile `m` into weights relative to the highest score so far, and rescales the earlier sums.
-  REDRAFT_DEVICE void soften(float (&scores)[Product::kBlocks][4], int m) {
+  // Turns scores into weights relative to the highest score so far, and rescales the earlier sums.
+  REDRAFT_DEVICE void soften(float (&scores)[Product::kBlocks][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float peak = highest[m][half];
+      float peak = highest[half];
 #pragma unroll
       for (int n = 0; n < Product::kBlocks; ++n) {
         peak = fmaxf(peak, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
@@ -249,20 +246,20 @@ struct Attend {
       peak = fmaxf(peak, shuffle_xor(peak, 1));
       peak = fmaxf(peak, shuffle_xor(peak, 2));
       const float base = peak == minus_infinity() ? 0.f : peak;
-      const float alpha = power_of_two(highest[m][half] - base);
-      highest[m][half] = peak;
-      total[m][half] *= alpha;
+      const float alpha = power_of_two(highest[half] - base);
+      highest[half] = peak;
+      total[half] *= alpha;
 #pragma unroll
       for (int n = 0; n < Product::kOutBlocks; ++n) {
-        out[m][n][2 * half] *= alpha;
-        out[m][n][2 * half + 1] *= alpha;
+        out[n][2 * half] *= alpha;
+        out[n][2 * half + 1] *= alpha;
       }
 #pragma unroll
       for (int n = 0; n < Product::kBlocks; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           scores[n][i] = power_of_two(scores[n][i] - base);
-          total[m][half] += scores[n][i];
+          total[half] += scores[n][i];
         }
       }
     }
@@ -281,15 +278,12 @@ struct Attend {
       wait_copies<1>();
       sync_block();
       store_new_rows(tile, stage);
-      float scores[Shape::kRowTiles][Product::kBlocks][4] = {};
+      float scores[Product::kBlocks][4] = {};
       const int slice = key_warp() * Shape::kSlice * Shape::kStride;
-      Product::scores(scores, queries + row_warp() * Shape::kWarpRows * Shape::kStride, keys_of(stage) + slice);
-#pragma unroll
-      for (int m = 0; m < Shape::kRowTiles; ++m) {
-        scale(scores[m]);
-        if (hidden) hide(scores[m], m);
-        soften(scores[m], m);
-      }
+      Product::scores(scores, queries + row_warp() * 16 * Shape::kStride, keys_of(stage) + slice);
+      scale(scores);
+      if (hidden) hide(scores);
+      soften(scores);
       Product::values(out, scores, values_of(stage) + slice);
       sync_block();
     }
@@ -300,21 +294,18 @@ struct Attend {
     const int g = lane_of() / 4;
     const int t = lane_of() % 4;
 #pragma unroll
-    for (int m = 0; m < Shape::kRowTiles; ++m) {
+    for (int half = 0; half < 2; ++half) {
+      total[half] += shuffle_xor(total[half], 1);
+      total[half] += shuffle_xor(total[half], 2);
+      const int row = key_warp() * Shape::kRows + row_warp() * 16 + g + half * 8;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        total[m][half] += shuffle_xor(total[m][half], 1);
-        total[m][half] += shuffle_xor(total[m][half], 2);
-        const int row = key_warp() * Shape::kRows + row_warp() * Shape::kWarpRows + m * 16 + g + half * 8;
-#pragma unroll
-        for (int n = 0; n < Product::kOutBlocks; ++n) {
-          sums[row * Shape::kSumStride + n * 8 + 2 * t] = out[m][n][2 * half];
-          sums[row * Shape::kSumStride + n * 8 + 2 * t + 1] = out[m][n][2 * half + 1];
-        }
-        if (t == 0) {
-          rows[2 * row] = highest[m][half];
-          rows[2 * row + 1] = total[m][half];
-        }
+      for (int n = 0; n < Product::kOutBlocks; ++n) {
+        sums[row * Shape::kSumStride + n * 8 + 2 * t] = out[n][2 * half];
+        sums[row * Shape::kSumStride + n * 8 + 2 * t + 1] = out[n][2 * half + 1];
+      }
+      if (t == 0) {
+        rows[2 * row] = highest[half];
+        rows[2 * row + 1] = total[half];
       }
     }
   }
@@ -323,7 +314,7 @@ struct Attend {
   // blocks.
   REDRAFT_DEVICE void finish(float *memory, float *partial) {
     float *sums = memory;
-    float *rows = memory + kWarps * Shape::kWarpRows * Shape::kSumStride;
+    float *rows = memory + kWarps * 16 * Shape::kSumStride;
     lay_down(sums, rows);
     sync_block();
     constexpr int kQuads = Shape::kHeadDim / 4;

@@ -66,16 +66,10 @@ int attend_rows(const Problem &problem, int blocks, Action action, redraft_atten
   using Narrow = AttentionShape<T, kHeadDim, 1>;
   using Middle = AttentionShape<T, kHeadDim, 2>;
   using Wide = AttentionShape<T, kHeadDim, 4>;
-  using Shared = AttentionShape<T, kHeadDim, 2, 2>;
   const int rows = problem.nodes * problem.group;
   static_assert(Middle::kFits, "every element type and head size has two rows of warps");
   if constexpr (Narrow::kFits) {
     if (rows <= Narrow::kRows) return attend_with<Narrow>(problem, blocks, action, plan, stream);
-  }
-  // Several units of one head get most of their keys from the L2, so that shared memory limits them: it reads each
-  // fragment of keys for two row tiles. More columns or 32-bit elements need too many registers for that.
-  if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
-    if (rows > Wide::kRows) return attend_with<Shared>(problem, blocks, action, plan, stream);
   }
   if constexpr (Wide::kFits) {
     if (rows > Middle::kRows) return attend_with<Wide>(problem, blocks, action, plan, stream);

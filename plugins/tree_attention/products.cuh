@@ -1,8 +1,7 @@
-// Products of one warp on tensor cores: scores of its queries, kRowTiles times 16, with the keys of its slice, and the
-// weighted values. Each fragment of keys and values is loaded once for all row tiles.
+// Products of one warp on tensor cores: scores of 16 queries with the keys of its slice, and the weighted values.
 //
 // Sums have the instruction's layout: lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1 of the 16 x 8
-// block n, in sums[tile][n][0 .. 1] and [2 .. 3]. 16-bit elements use m16n8k16. float uses m16n8k8 on TF32 halves:
+// block n, in sums[n][0 .. 1] and sums[n][2 .. 3]. 16-bit elements use m16n8k16. float uses m16n8k8 on TF32 halves:
 // x = big + small, and big*big + big*small + small*big has an error near float's own (Ootomo and Yokota 2022, without
 // their correction of the tensor cores' rounding). A magnitude that rounds up to infinity in TF32, from 3.4e38 on,
 // gives NaN.
@@ -41,59 +40,44 @@ struct Products;
 // 16-bit elements.
 template <class Shape, class T>
 struct Products {
-  static constexpr int kTiles = Shape::kRowTiles;
   static constexpr int kBlocks = Shape::kSlice / 8;
   static constexpr int kOutBlocks = Shape::kHeadDim / 8;
 
-  // scores [kWarpRows, kSlice] = queries [kWarpRows, D] keys [kSlice, D]^T
-  static REDRAFT_DEVICE void scores(float (&sums)[kTiles][kBlocks][4], const T *queries, const T *keys) {
+  // scores [16, kSlice] = queries [16, D] keys [kSlice, D]^T
+  static REDRAFT_DEVICE void scores(float (&sums)[kBlocks][4], const T *queries, const T *keys) {
     const int lane = lane_of();
     const T *query_row = queries + (lane % 16) * Shape::kStride + lane / 16 * 8;
     const T *key_row = keys + (lane / 16 * 8 + lane % 8) * Shape::kStride + lane / 8 % 2 * 8;
 #pragma unroll
     for (int k = 0; k < Shape::kHeadDim; k += 16) {
-      uint32_t a[kTiles][4];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) load_matrices(a[tile], query_row + tile * 16 * Shape::kStride + k);
+      uint32_t a[4];
+      load_matrices(a, query_row + k);
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
         uint32_t b[4];
         load_matrices(b, key_row + n * 8 * Shape::kStride + k);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          multiply_add_k16<T>(sums[tile][n], a[tile], b[0], b[1]);
-          multiply_add_k16<T>(sums[tile][n + 1], a[tile], b[2], b[3]);
-        }
+        multiply_add_k16<T>(sums[n], a, b[0], b[1]);
+        multiply_add_k16<T>(sums[n + 1], a, b[2], b[3]);
       }
     }
   }
 
-  // out [kWarpRows, D] += weights [kWarpRows, kSlice] values [kSlice, D]; weights have the layout of scores() sums,
-  // which the product takes.
-  static REDRAFT_DEVICE void values(float (&out)[kTiles][kOutBlocks][4], const float (&weights)[kTiles][kBlocks][4],
-                                    const T *values) {
+  // out [16, D] += weights [16, kSlice] values [kSlice, D]; weights have the layout of scores() sums, which the
+  // product takes.
+  static REDRAFT_DEVICE void values(float (&out)[kOutBlocks][4], const float (&weights)[kBlocks][4], const T *values) {
     const int lane = lane_of();
     const T *value_row = values + (lane / 8 % 2 * 8 + lane % 8) * Shape::kStride + lane / 16 * 8;
 #pragma unroll
     for (int k = 0; k < kBlocks; k += 2) {
-      uint32_t a[kTiles][4];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float (&pair)[4] = weights[tile][k + i / 2];
-          a[tile][i] = pack<T>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
-        }
-      }
+      const uint32_t a[4] = {pack<T>(weights[k][0], weights[k][1]), pack<T>(weights[k][2], weights[k][3]),
+                             pack<T>(weights[k + 1][0], weights[k + 1][1]),
+                             pack<T>(weights[k + 1][2], weights[k + 1][3])};
 #pragma unroll
       for (int n = 0; n < kOutBlocks; n += 2) {
         uint32_t b[4];
         load_matrices_transposed(b, value_row + k * 8 * Shape::kStride + n * 8);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          multiply_add_k16<T>(out[tile][n], a[tile], b[0], b[1]);
-          multiply_add_k16<T>(out[tile][n + 1], a[tile], b[2], b[3]);
-        }
+        multiply_add_k16<T>(out[n], a, b[0], b[1]);
+        multiply_add_k16<T>(out[n + 1], a, b[2], b[3]);
       }
     }
   }
@@ -101,11 +85,10 @@ struct Products {
 
 template <class Shape>
 struct Products<Shape, float> {
-  static_assert(Shape::kRowTiles == 1, "float has one row tile");
   static constexpr int kBlocks = Shape::kSlice / 8;
   static constexpr int kOutBlocks = Shape::kHeadDim / 8;
 
-  static REDRAFT_DEVICE void scores(float (&sums)[1][kBlocks][4], const float *queries, const float *keys) {
+  static REDRAFT_DEVICE void scores(float (&sums)[kBlocks][4], const float *queries, const float *keys) {
     const int g = lane_of() / 4;
     const int t = lane_of() % 4;
     const float *query_row = queries + g * Shape::kStride + t;
@@ -117,25 +100,24 @@ struct Products<Shape, float> {
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
         const float *key = key_row + n * 8 * Shape::kStride + k;
-        multiply_add_split(sums[0][n], a, split(key[0]), split(key[4]));
+        multiply_add_split(sums[n], a, split(key[0]), split(key[4]));
       }
     }
   }
 
   // Lane 4 g + t holds the weights of keys 2 t and 2 t + 1, but the product takes keys t and t + 4. Both operands use
   // the lane's order of keys, which does not change the sum.
-  static REDRAFT_DEVICE void values(float (&out)[1][kOutBlocks][4], const float (&weights)[1][kBlocks][4],
+  static REDRAFT_DEVICE void values(float (&out)[kOutBlocks][4], const float (&weights)[kBlocks][4],
                                     const float *values) {
     const int g = lane_of() / 4;
     const int t = lane_of() % 4;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
-      const float (&sums)[4] = weights[0][k];
-      const SplitTf32 a[4] = {split(sums[0]), split(sums[2]), split(sums[1]), split(sums[3])};
+      const SplitTf32 a[4] = {split(weights[k][0]), split(weights[k][2]), split(weights[k][1]), split(weights[k][3])};
       const float *value = values + (k * 8 + 2 * t) * Shape::kStride + g;
 #pragma unroll
       for (int n = 0; n < kOutBlocks; ++n) {
-        multiply_add_split(out[0][n], a, split(value[n * 8]), split(value[Shape::kStride + n * 8]));
+        multiply_add_split(out[n], a, split(value[n * 8]), split(value[Shape::kStride + n * 8]));
       }
     }
   }

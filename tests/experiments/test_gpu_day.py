@@ -57,7 +57,7 @@ def test_loads_fit_and_make_the_whole_in_any_order(loads: list[Path], wheel: Pat
     original = zipfile.ZipFile(wheel).read("onnxruntime/capi/libonnxruntime_providers_cuda.so")
     assert library == original.replace(bytes([80]) * 40, bytes(40)).replace(bytes([120]) * 40, bytes(40))
     assert (tmp_path / "bundles/tiny-fp16/weights.bin").stat().st_size == 2 * MIB
-    assert (tmp_path / "site/redraft/engines/tensorrt/target.py").exists()  # packages have their installed names
+    assert (tmp_path / "source/redraft/engines/tensorrt/target.py").exists()  # packages have their installed names
     assert (tmp_path / "source/plugins/CMakeLists.txt").exists()
 
 
@@ -83,12 +83,13 @@ def test_every_step_has_a_line_and_none_stops_the_next(
     loads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = "print('first'); raise SystemExit('the reason')"
+    found = "import sys; sys.path[:] = ['.', *sys.path]; import redraft.plugins.traffic"
     made = [
         Step("wrong", [sys.executable, "-c", wrong], 9),
         Step("slow", [sys.executable, "-c", "import time; time.sleep(60)"], 1),
         Step("absent", ["no-such-program"], 9),
         Step("needy", [sys.executable], 9, tmp_path / "kernels"),
-        Step("right", [sys.executable, "-c", "import redraft; print(redraft.__file__)"], 60),
+        Step("right", [sys.executable, "-I", "-S", "-c", found], 60),
     ]
     monkeypatch.setattr(gpu_day, "steps", lambda work, out: made)
     assert run(loads[0], tmp_path / "out", tmp_path / "work", [], dry=False) == 3
