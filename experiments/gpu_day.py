@@ -83,7 +83,7 @@ def pack(out: Path, onnxruntime: Path | None, bundles: list[Path], architecture:
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
         for bundle in bundles:
-            archive.add(bundle, f"bundles/{bundle.name}")
+            archive.add(bundle.resolve(), f"bundles/{bundle.name}")
     if _bytes_of(first) + RESERVED_BYTES > load_bytes:
         raise SystemExit(f"{first} has {_bytes_of(first)} bytes without any piece: too many for {load_bytes} at once")
     loads = _cut(cargo.getvalue() if onnxruntime or bundles else b"", first, load_bytes)
@@ -210,7 +210,7 @@ def _wheel_files(wheel: Path, architecture: int) -> Iterator[tuple[str, bytes]]:
     import zipfile
 
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
+        for name in (entry.filename for entry in archive.infolist() if not entry.is_dir()):
             data = archive.read(name)
             yield name, without_other_code(data, architecture) if name.endswith("providers_cuda.so") else data
 

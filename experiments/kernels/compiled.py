@@ -39,7 +39,7 @@ _NAME = r"\S*?6attendINS_14AttentionShapeI(?:NS_\d+(\w+?)E|(f))Li(\d+)ELi(\d+)"
 _ENTRY = re.compile(rf"entry function '{_NAME}\S*' for '(sm_\d+)'")
 _FUNCTION = re.compile(rf"Function : (?:{_NAME}\S*|\S+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(LDGSTS|LDG|STG|LDL|STL|LDSM|HMMA)\.?([\w.]*)")
-_WIDTH = re.compile(r"(?:^|\.)(64|128)$")
+_WIDTH = re.compile(r"(?:^|\.)[US]?(8|16|64|128)$")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 

@@ -50,7 +50,7 @@ KEPT = Path(__file__).parents[2] / "docs/gpu/kernels_sm90.json"
 
 def test_machine_code_is_counted_by_kernel_and_width() -> None:
     assert instructions(MACHINE_CODE) == {
-        ("float16", 128, 64, "sm_90"): {"HMMA": 2, "LDG 4": 1, "LDG 8": 1, "LDGSTS 16": 1, "LDL 4": 1}
+        ("float16", 128, 64, "sm_90"): {"HMMA": 2, "LDG 1": 1, "LDG 8": 1, "LDGSTS 16": 1, "LDL 4": 1}
     }
 
 

@@ -33,6 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         library = b"text" + fat_binary(80, 90, 120) + os.urandom(3 * MIB)
         archive.writestr("onnxruntime/capi/libonnxruntime_providers_cuda.so", library)
+        archive.mkdir("onnxruntime")
         archive.writestr("onnxruntime/__init__.py", "")
     return path
 
