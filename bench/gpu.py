@@ -26,6 +26,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,7 @@ def main() -> dict[str, Any]:
     except Exception as error:
         if not options.go_on:
             raise
+        traceback.print_exc()
         print(f"not measured: {reason_of(error)}", file=sys.stderr)
         return report.found
 

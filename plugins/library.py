@@ -27,7 +27,7 @@ BUILD = Path(__file__).resolve().parents[1] / "build" / "plugins"
 LIBRARY_VARIABLE = "REDRAFT_KERNELS"
 CUDA_LIBRARY = "libredraft_kernels.so"
 CPU_LIBRARY = "libredraft_kernels_cpu.so"
-_ABI = 1
+_ABI = 2
 
 _int32, _float, _address = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
@@ -72,7 +72,7 @@ class AttentionPlan(ctypes.Structure):
 
     _fields_ = (
         *_fields(_int32, "rows", "tile", "ctas", "threads"),
-        *_fields(ctypes.c_int64, "shared_bytes", "mask_bytes", "partial_bytes"),
+        *_fields(ctypes.c_int64, "shared_bytes", "partial_bytes"),
     )
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from redraft.bench.environment import environment, nvidia_smi
 from redraft.errors import UsageError
 
-COPY_BYTES = 2 << 30
+COPY_BYTES = 256 << 20
+"""Of one block. On an H200 a CUDA graph copies blocks of 1 GiB at two thirds of its speed (2716 of 4250 GB/s)."""
 REPLAYS = 30
 WARM_UPS = 3
 SLEEP_CYCLES = 2_000_000

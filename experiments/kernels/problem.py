@@ -97,7 +97,7 @@ class DeviceProblem:
         return kernels.plan(self.args(ctas))
 
     def ours(self, kernels: Kernels, ctas: int = 0) -> Call:
-        """Return a call of the kernels. It also writes new rows into the cache and packs the mask, as in an engine."""
+        """Return a call of the kernels. It also writes new rows into the cache, as in an engine."""
         args = self.args(ctas)
         scratch = self.torch.empty(kernels.workspace_bytes(args), dtype=self.torch.uint8, device=self.device)
 
@@ -108,8 +108,9 @@ class DeviceProblem:
         return call
 
     def reference(self, device: str | None = None) -> Any:
-        """Return out [B, T, Hq, D] in float32 from float32 products, by head, by default on the problem's device."""
+        """Return out [B, T, Hq, D], by head: in float64 on a CPU, in float32 on a device, by default the problem's."""
         s, device = self.sizes, device or self.device
+        wide = self.torch.float64 if device == "cpu" else self.torch.float32
         group = s.q_heads // s.kv_heads
         q, k, v = (each.to(device) for each in (self.q, self.k, self.v))
         keys, values = (cache[:, :, : s.kv_len].to(device) for cache in (self.keys, self.values))
@@ -118,9 +119,9 @@ class DeviceProblem:
         for head in range(s.q_heads):
             at = head // group
             rows, weighed = (
-                self.torch.cat([cache[:, at], new[:, :, at]], dim=1).float() for cache, new in ((keys, k), (values, v))
+                self.torch.cat([cache[:, at], new[:, :, at]], dim=1).to(wide) for cache, new in ((keys, k), (values, v))
             )
-            scores = q[:, :, head].float() @ rows.transpose(1, 2) * self.scale
+            scores = q[:, :, head].to(wide) @ rows.transpose(1, 2) * self.scale
             if self.features.softcap:
                 scores = self.features.softcap * (scores / self.features.softcap).tanh()
             heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ weighed)
@@ -132,7 +133,7 @@ class DeviceProblem:
     def error(self, out: Any, device: str | None = None) -> float:
         """Return the largest difference from the reference over its largest value."""
         expected = self.reference(device)
-        return float((out.to(expected.device).float() - expected).abs().max() / expected.abs().max())
+        return float((out.to(expected) - expected).abs().max() / expected.abs().max())
 
     def rows_written(self) -> bool:
         """Return True if the caches hold the new rows of each tree, to the bit, and still NaN after them."""

@@ -26,6 +26,13 @@ inline float shuffle_xor(float value, int lanes) {
   return lane_value<float>(cuda_on_cpu::exchange(&value, sizeof value), lane ^ lanes);
 }
 
+inline uint32_t ballot(bool given) {
+  const cuda_on_cpu::Lanes &lanes = cuda_on_cpu::exchange(&given, sizeof given);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kWarp; ++lane) bits |= static_cast<uint32_t>(lane_value<bool>(lanes, lane)) << lane;
+  return bits;
+}
+
 inline void copy_async(void *target, const void *source, bool valid) { cuda_on_cpu::copy_async(target, source, valid); }
 inline void commit_copies() { cuda_on_cpu::commit_copies(); }
 template <int kPending>

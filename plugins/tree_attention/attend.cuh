@@ -1,6 +1,7 @@
 // The attention kernel. One block processes its share of key tiles (problem.cuh), one unit after the other.
 //
 //   for each tile of kTile rows, while cp.async copies the next one to shared memory (two stages):
+//     cache rows = new rows    those of the unit's own nodes, from shared memory
 //     s = q k^T scale          tensor cores, float32 sums
 //     s = -inf where hidden    only in tiles that reach the tree, a window's edge or the last row
 //     online softmax           Milakov and Gimelshein 2018, arXiv:1805.02867, in powers of two
@@ -9,6 +10,8 @@
 // All queries of a unit share each tile, so the cache is read once for all nodes of a tree and all heads of a group:
 // it moves all rows of K and V before `end` once per 64 query rows. Copies zero the rows from `end` on, so that their
 // content, NaN included, has no effect.
+//
+// New rows come from k and v, not from the cache, which some block is writing (own_nodes): no block waits for another.
 
 #pragma once
 
@@ -32,7 +35,7 @@ struct Attend {
   T *queries;  // [kRows, kStride]
   T *stages;   // [kStages][2: keys, values][kTile, kStride]
   float out[Product::kOutBlocks][4];
-  float highest[2];  // the largest score so far, log2, of rows g and g + 8 of this warp
+  float highest[2];  // the largest score so far, log2, of rows g and g + 8
   float total[2];    // this lane's part of the sum of powers
 
   REDRAFT_DEVICE Attend(const Problem &given, const Unit &its, const Tiles &part, void *memory)
@@ -63,9 +66,18 @@ struct Attend {
   }
 
   REDRAFT_DEVICE void load_tile(int tile, int stage) {
-    const int64_t cache = (static_cast<int64_t>(unit.sequence) * problem.kv_heads + unit.head) * problem.capacity;
-    const T *key_rows = static_cast<const T *>(problem.key_cache) + cache * Shape::kHeadDim;
-    const T *value_rows = static_cast<const T *>(problem.value_cache) + cache * Shape::kHeadDim;
+    if (problem.k && (tile + 1) * Shape::kTile > extent.past) {
+      load_rows<true>(tile, stage);
+    } else {
+      load_rows<false>(tile, stage);
+    }
+  }
+
+  // Starts the copies of one tile: rows of the caches, and those from `past` on of k and v if kNew.
+  template <bool kNew>
+  REDRAFT_DEVICE void load_rows(int tile, int stage) {
+    const T *key_rows = static_cast<const T *>(problem.key_cache) + cache_row(0) * Shape::kHeadDim;
+    const T *value_rows = static_cast<const T *>(problem.value_cache) + cache_row(0) * Shape::kHeadDim;
     T *keys = keys_of(stage);
     T *values = values_of(stage);
 #pragma unroll
@@ -76,8 +88,38 @@ struct Attend {
       const int from = tile * Shape::kTile + row;
       const bool valid = from < extent.end;
       const int64_t offset = static_cast<int64_t>(valid ? from : 0) * Shape::kHeadDim + column;
-      copy_async(keys + row * Shape::kStride + column, key_rows + offset, valid);
-      copy_async(values + row * Shape::kStride + column, value_rows + offset, valid);
+      const T *key = key_rows + offset;
+      const T *value = value_rows + offset;
+      if (kNew && valid && from >= extent.past) {
+        const int64_t node = static_cast<int64_t>(unit.sequence) * problem.nodes + from - extent.past;
+        const int64_t given = (node * problem.kv_heads + unit.head) * Shape::kHeadDim + column;
+        key = static_cast<const T *>(problem.k) + given;
+        value = static_cast<const T *>(problem.v) + given;
+      }
+      copy_async(keys + row * Shape::kStride + column, key, valid);
+      copy_async(values + row * Shape::kStride + column, value, valid);
+    }
+  }
+
+  // The place of a row of this sequence and head in the caches.
+  REDRAFT_DEVICE int64_t cache_row(int row) const {
+    return (static_cast<int64_t>(unit.sequence) * problem.kv_heads + unit.head) * problem.capacity + row;
+  }
+
+  // Writes the new rows of the unit's own nodes in this tile to the caches. The tile has arrived.
+  REDRAFT_DEVICE void store_new_rows(int tile, int stage) {
+    if (!problem.k || (tile + 1) * Shape::kTile <= extent.past) return;
+    const Nodes own = own_nodes<Shape>(problem, extent, unit.row_block);
+    const int origin = tile * Shape::kTile;
+    const int first = larger(extent.past + own.first - origin, 0);
+    const int end = smaller(extent.past + own.end - origin, Shape::kTile);
+    Chunk *key_rows = static_cast<Chunk *>(problem.key_cache) + cache_row(origin) * Shape::kChunksPerRow;
+    Chunk *value_rows = static_cast<Chunk *>(problem.value_cache) + cache_row(origin) * Shape::kChunksPerRow;
+    for (int i = first * Shape::kChunksPerRow + thread_index(); i < end * Shape::kChunksPerRow; i += kThreads) {
+      const int from =
+          i / Shape::kChunksPerRow * Shape::kStride + i % Shape::kChunksPerRow * (16 / static_cast<int>(sizeof(T)));
+      key_rows[i] = *reinterpret_cast<const Chunk *>(keys_of(stage) + from);
+      value_rows[i] = *reinterpret_cast<const Chunk *>(values_of(stage) + from);
     }
   }
 
@@ -85,14 +127,75 @@ struct Attend {
   REDRAFT_DEVICE bool has_hidden(int tile) const {
     const int first = tile * Shape::kTile;
     // Every query sees the committed rows, and in a causal chunk the nodes up to the unit's first.
-    const int seen = problem.mask ? extent.past : smaller(extent.past + first_row() / problem.group + 1, extent.end);
+    const int seen =
+        problem.masked() ? extent.past : smaller(extent.past + first_row() / problem.group + 1, extent.end);
     // Every position is below past + nodes.
     const bool near = problem.window <= 0 || extent.past + problem.nodes - 1 - first < problem.window;
     return !(first + Shape::kTile <= seen && near);
   }
 
-  // Turns scores into exponents of two, hidden ones into minus infinity.
-  REDRAFT_DEVICE void scale_and_hide(float (&scores)[Product::kBlocks][4], int tile) const {
+  // What the unit's node `node`, counted from its first, sees of a tile: bit j of word w is row 32 w + j.
+  REDRAFT_DEVICE uint32_t *seen_of(int node) {
+    return reinterpret_cast<uint32_t *>(queries + node * Shape::kStride + Shape::kHeadDim);
+  }
+
+  // Notes what each node sees of a tile with hidden rows. A warp makes one word of 32 rows at a time, a row a lane, so
+  // that bytes of a mask are read in sequence. It reads kAtOnce words' bytes before it uses the first.
+  REDRAFT_DEVICE void note_seen(int tile) {
+    constexpr int kAtOnce = 8;
+    constexpr int kWords = (Shape::kTile + kWarp - 1) / kWarp;
+    const int first_node = first_row() / problem.group;
+    const int last_node = (first_row() + rows_of<Shape>(problem, unit) - 1) / problem.group;
+    const int words = (last_node - first_node + 1) * kWords;
+    for (int start = thread_index() / kWarp; start < words; start += kAtOnce * kWarps) {
+      uint32_t allowed[kAtOnce];
+      read_mask<kAtOnce, kWords>(allowed, tile, start, first_node, last_node);
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int word = start + r * kWarps;
+        if (word >= words) break;
+        const int node = first_node + word / kWords;
+        const int row = tile * Shape::kTile + word % kWords * kWarp + lane_of();
+        const bool sees = row < extent.end && (row < extent.past || allowed[r] & 1u) &&
+                          in_window(problem, extent, unit.sequence, node, row);
+        const uint32_t bits = ballot(sees);
+        if (lane_of() == 0) seen_of(word / kWords)[word % kWords] = bits;
+      }
+    }
+  }
+
+  // Reads whether the mask allows this lane's row for words start, start + kWarps, ...: bit 0. Reads have no condition
+  // on the lane, so that all are under way at once; those of committed rows and of nodes past the last mean nothing.
+  template <int kAtOnce, int kWords>
+  REDRAFT_DEVICE void read_mask(uint32_t (&allowed)[kAtOnce], int tile, int start, int first_node,
+                                int last_node) const {
+    const int64_t sequence_node = static_cast<int64_t>(unit.sequence) * problem.nodes;
+    const auto each = [&](auto allows) {
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int word = start + r * kWarps;
+        const int row = tile * Shape::kTile + word % kWords * kWarp + lane_of();
+        const int other = smaller(larger(row - extent.past, 0), problem.nodes - 1);
+        allowed[r] = allows(smaller(first_node + word / kWords, last_node), other);
+      }
+    };
+    if (problem.mask_bools) {
+      each([&](int node, int other) -> uint32_t {
+        return problem.mask_bools[(sequence_node + node) * problem.nodes + other];
+      });
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) allowed[r] = allowed[r] != 0;
+    } else if (problem.mask_bits) {
+      each([&](int node, int other) -> uint32_t {
+        return problem.mask_bits[(sequence_node + node) * problem.mask_words + other / 32] >> other % 32;
+      });
+    } else {
+      each([&](int node, int other) -> uint32_t { return other <= node; });
+    }
+  }
+
+  // Turns scores into exponents of two.
+  REDRAFT_DEVICE void scale(float (&scores)[Product::kBlocks][4]) const {
     const bool capped = problem.softcap > 0.f;
     const float factor = capped ? problem.scale / problem.softcap : problem.scale * kLog2E;
 #pragma unroll
@@ -101,7 +204,6 @@ struct Attend {
       for (int i = 0; i < 4; ++i) scores[n][i] *= factor;
     }
     if (capped) cap(scores);
-    if (has_hidden(tile)) hide(scores, tile);
   }
 
   REDRAFT_DEVICE void cap(float (&scores)[Product::kBlocks][4]) const {
@@ -112,19 +214,21 @@ struct Attend {
     }
   }
 
-  REDRAFT_DEVICE void hide(float (&scores)[Product::kBlocks][4], int tile) const {
+  // Turns hidden scores into minus infinity, by the words of note_seen().
+  REDRAFT_DEVICE void hide(float (&scores)[Product::kBlocks][4]) {
     const int row = first_row() + row_warp() * 16 + lane_of() / 4;
-    const int key = tile * Shape::kTile + key_warp() * Shape::kSlice + lane_of() % 4 * 2;
+    const int first = key_warp() * Shape::kSlice;
+    constexpr int kWordBlocks = Shape::kSlice < kWarp ? Product::kBlocks : kWarp / 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int node = smaller((row + half * 8) / problem.group, problem.nodes - 1);
+      const int node = (row + half * 8) / problem.group - first_row() / problem.group;
+      const uint32_t *words = seen_of(node) + first / kWarp;
 #pragma unroll
       for (int n = 0; n < Product::kBlocks; ++n) {
+        const uint32_t bits = words[n / kWordBlocks] >> (first % kWarp + lane_of() % 4 * 2) >> n % kWordBlocks * 8;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!visible(problem, extent, unit.sequence, node, key + n * 8 + i)) {
-            scores[n][2 * half + i] = minus_infinity();
-          }
+          if (!(bits >> i & 1u)) scores[n][2 * half + i] = minus_infinity();
         }
       }
     }
@@ -163,38 +267,37 @@ struct Attend {
 
   REDRAFT_DEVICE void run_tiles() {
     load_queries();
-    load_tile(tiles.first, 0);
-    commit_copies();
-    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+    for (int next = tiles.first; next <= tiles.end; ++next) {
+      if (next < tiles.end) load_tile(next, (next - tiles.first) % kStages);
+      commit_copies();
+      const int tile = next - 1;
+      if (tile < tiles.first) continue;
       const int stage = (tile - tiles.first) % kStages;
-      if (tile + 1 < tiles.end) {
-        load_tile(tile + 1, 1 - stage);
-        commit_copies();
-        wait_copies<1>();
-      } else {
-        wait_copies<0>();
-      }
+      const bool hidden = has_hidden(tile);
+      if (hidden) note_seen(tile);
+      wait_copies<1>();
       sync_block();
+      store_new_rows(tile, stage);
       float scores[Product::kBlocks][4] = {};
       const int slice = key_warp() * Shape::kSlice * Shape::kStride;
       Product::scores(scores, queries + row_warp() * 16 * Shape::kStride, keys_of(stage) + slice);
-      scale_and_hide(scores, tile);
+      scale(scores);
+      if (hidden) hide(scores);
       soften(scores);
       Product::values(out, scores, values_of(stage) + slice);
       sync_block();
     }
   }
 
-  // Stores this warp's rows as floats: [kWarps][16][kSumStride], then highest and total of each row.
+  // Stores this warp's rows as floats: [kKeyWarps][kRows][kSumStride], then highest and total of each row.
   REDRAFT_DEVICE void lay_down(float *sums, float *rows) {
     const int g = lane_of() / 4;
     const int t = lane_of() % 4;
-    const int warp = thread_index() / kWarp;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       total[half] += shuffle_xor(total[half], 1);
       total[half] += shuffle_xor(total[half], 2);
-      const int row = warp * 16 + g + half * 8;
+      const int row = key_warp() * Shape::kRows + row_warp() * 16 + g + half * 8;
 #pragma unroll
       for (int n = 0; n < Product::kOutBlocks; ++n) {
         sums[row * Shape::kSumStride + n * 8 + 2 * t] = out[n][2 * half];
@@ -246,7 +349,8 @@ struct Attend {
   }
 };
 
-// q [B, T, Hq D], caches [B, Hkv, C, D] -> out [B, T, Hq D], except for units shared between blocks: see merge.cuh.
+// q [B, T, Hq D], k, v [B, T, Hkv D], caches [B, Hkv, C, D] -> rows cache_len .. cache_len + T - 1 of the caches, and
+// out [B, T, Hq D] except for units shared between blocks: see merge.cuh.
 template <class Shape>
 REDRAFT_GLOBAL(kThreads) attend(Problem problem) {
   const int64_t total = all_tiles<Shape>(problem);

@@ -11,6 +11,25 @@ namespace redraft {
 
 enum class Action { kPlan, kRun };
 
+// From this number of blocks a unit on, a row has so many partial results that all warps of a block sum it.
+constexpr int kManyParts = 8;
+
+// Merges the units that several of the attention kernel's blocks share, by a grid that depends on sizes only.
+template <class Shape>
+int launch_merge(const Problem &problem, int blocks, Stream stream) {
+  const int rows = problem.nodes * problem.group;
+  const int most_rows = rows < Shape::kRows ? rows : Shape::kRows;
+  const int64_t units = static_cast<int64_t>(problem.batch) * problem.kv_heads * ((rows - 1) / Shape::kRows + 1);
+  if (units * kManyParts <= blocks) {
+    constexpr int kBytes = kWarps * Shape::kHeadDim * static_cast<int>(sizeof(float));
+    return launch(merge<Shape, kWarps>, Grid{static_cast<int>(units), most_rows}, kThreads, kBytes, stream, problem,
+                  blocks, MergeBy::kUnit);
+  }
+  const bool by_unit = units < blocks;
+  const Grid grid{by_unit ? static_cast<int>(units) : blocks - 1, (most_rows + kWarps - 1) / kWarps};
+  return launch(merge<Shape, 1>, grid, kThreads, 0, stream, problem, blocks, by_unit ? MergeBy::kUnit : MergeBy::kSeam);
+}
+
 template <class Shape>
 int attend_with(const Problem &problem, int blocks, Action action, redraft_attention_plan &plan, Stream stream) {
   static std::atomic<int> resident[kMostDevices];
@@ -38,7 +57,7 @@ int attend_with(const Problem &problem, int blocks, Action action, redraft_atten
   if (action == Action::kPlan) return REDRAFT_OK;
   const int status = launch(attend<Shape>, Grid{blocks, 1}, kThreads, Shape::kSharedBytes, stream, problem);
   if (status != REDRAFT_OK || blocks == 1) return status;
-  return launch(merge<Shape>, Grid{blocks - 1, Shape::kRows / kMergeRows}, kThreads, 0, stream, problem, blocks);
+  return launch_merge<Shape>(problem, blocks, stream);
 }
 
 // The smallest tile that holds all query rows of a unit, or else the largest tile.

@@ -11,8 +11,6 @@ thread_local char last_error[256] = "no failure so far";
 
 int element_bytes(int dtype) { return dtype == REDRAFT_FLOAT32 ? 4 : 2; }
 
-size_t rounded(size_t bytes) { return (bytes + 15) / 16 * 16; }
-
 int check_positive(const char *name, int found) {
   if (found >= 1) return REDRAFT_OK;
   return failed(REDRAFT_INVALID, "%s: expected 1 or more, found %d", name, found);
@@ -106,30 +104,27 @@ int check_pointers(const redraft_tree_attention_args &args) {
   return REDRAFT_OK;
 }
 
-int words_of(const redraft_tree_attention_args &args) { return (args.nodes + kWarp - 1) / kWarp; }
-
-size_t packed_mask_bytes(const redraft_tree_attention_args &args) {
-  return args.mask_bools ? rounded(static_cast<size_t>(args.batch) * args.nodes * words_of(args) * 4) : 0;
-}
-
 Problem problem_of(const redraft_tree_attention_args &args, void *workspace) {
   Problem problem{};
   problem.q = args.q;
   problem.out = args.out;
+  problem.k = args.k;
+  problem.v = args.v;
   problem.key_cache = args.key_cache;
   problem.value_cache = args.value_cache;
-  problem.mask = args.mask_bools ? static_cast<const uint32_t *>(workspace) : args.mask_bits;
-  problem.positions = problem.mask ? args.positions : nullptr;
+  problem.mask_bits = args.mask_bits;
+  problem.mask_bools = args.mask_bools;
+  problem.positions = problem.masked() ? args.positions : nullptr;
   problem.cache_len = args.cache_len;
   problem.node_counts = args.node_counts;
-  problem.partials = reinterpret_cast<float *>(static_cast<char *>(workspace) + packed_mask_bytes(args));
+  problem.partials = static_cast<float *>(workspace);
   problem.batch = args.batch;
   problem.nodes = args.nodes;
   problem.q_heads = args.q_heads;
   problem.kv_heads = args.kv_heads;
   problem.group = args.q_heads / args.kv_heads;
   problem.capacity = args.capacity;
-  problem.mask_words = words_of(args);
+  problem.mask_words = (args.nodes + 31) / 32;
   problem.window = args.window;
   problem.scale = args.scale;
   problem.softcap = args.softcap;
@@ -152,22 +147,6 @@ int copy_blocks(int64_t items) {
   return static_cast<int>(blocks < kMost ? blocks : kMost);
 }
 
-int append_rows(const redraft_tree_attention_args &args, const Problem &problem, void *workspace, Stream stream) {
-  if (!args.k && !args.mask_bools) return REDRAFT_OK;
-  Append rows{};
-  rows.k = static_cast<const Chunk *>(args.k);
-  rows.v = static_cast<const Chunk *>(args.v);
-  rows.key_cache = static_cast<Chunk *>(args.key_cache);
-  rows.value_cache = static_cast<Chunk *>(args.value_cache);
-  rows.mask_bools = args.mask_bools;
-  rows.mask_bits = static_cast<uint32_t *>(workspace);
-  rows.chunks = args.head_dim * element_bytes(args.dtype) / 16;
-  const int64_t nodes = static_cast<int64_t>(args.batch) * args.nodes;
-  const int64_t chunks = args.k ? nodes * args.kv_heads * rows.chunks : 0;
-  const int64_t words = args.mask_bools ? nodes * problem.mask_words : 0;
-  return launch(append, Grid{copy_blocks(chunks > words ? chunks : words), 1}, kCopyThreads, 0, stream, problem, rows);
-}
-
 }  // namespace
 
 int failed(int code, const char *format, ...) {
@@ -188,7 +167,6 @@ int redraft_tree_attention_plan(const redraft_tree_attention_args *args, redraft
   if (!args || !plan) return failed(REDRAFT_INVALID, "args and plan: expected pointers, found null");
   if (const int status = check_shapes(*args)) return status;
   *plan = redraft_attention_plan{};
-  plan->mask_bytes = static_cast<int64_t>(packed_mask_bytes(*args));
   return attend_any(*args, problem_of(*args, nullptr), Action::kPlan, *plan, nullptr);
 }
 
@@ -196,7 +174,7 @@ int redraft_tree_attention_workspace(const redraft_tree_attention_args *args, si
   if (!bytes) return failed(REDRAFT_INVALID, "bytes: expected a pointer, found null");
   redraft_attention_plan plan;
   if (const int status = redraft_tree_attention_plan(args, &plan)) return status;
-  *bytes = rounded(static_cast<size_t>(plan.mask_bytes + plan.partial_bytes));
+  *bytes = static_cast<size_t>(plan.partial_bytes);
   return REDRAFT_OK;
 }
 
@@ -209,11 +187,8 @@ int redraft_tree_attention(const redraft_tree_attention_args *args, void *worksp
   if (workspace_bytes < needed) {
     return failed(REDRAFT_INVALID, "workspace: expected %zu bytes, found %zu", needed, workspace_bytes);
   }
-  const Problem problem = problem_of(*args, workspace);
-  const Stream on = static_cast<Stream>(stream);
-  if (const int status = append_rows(*args, problem, workspace, on)) return status;
   redraft_attention_plan plan{};
-  return attend_any(*args, problem, Action::kRun, plan, on);
+  return attend_any(*args, problem_of(*args, workspace), Action::kRun, plan, static_cast<Stream>(stream));
 }
 
 int redraft_compact(const redraft_compact_args *args, void *stream) {

@@ -50,8 +50,6 @@ REDRAFT_DEVICE void store_sums(float *to, const float (&sum)[4]) {
   *reinterpret_cast<Sums *>(to) = sums;
 }
 
-constexpr int kMergeRows = 4;
-
 // The partial results of one row: the place of the first one. The next blocks store the others in slot 0.
 template <class Shape>
 struct Parts {
@@ -69,24 +67,45 @@ struct Parts {
   }
 };
 
-// Grid: one block for each block of the attention kernel, times groups of kMergeRows rows. Block b merges the unit that
-// begins in the share of block b and continues after it, if any; most units need no merge. One warp processes a row:
-// first all its maxima and weights, one partial result a lane. Then the sums, four columns a lane, one partial result
-// after the other with independent loads.
+// How blocks of the merge find their unit: block x has unit x, or the unit that begins in the share of block x of the
+// attention kernel and continues after it, if any. The smaller grid is better: a unit may be of one block, and most
+// shares end in a unit that began before or ends with them.
+enum class MergeBy { kUnit, kSeam };
+
+constexpr int kNone = -1;
+
+// Returns the block of the attention kernel that holds the unit's first tile, or kNone if there is nothing to merge.
 template <class Shape>
-REDRAFT_GLOBAL(kThreads) merge(Problem problem, int blocks) {
+REDRAFT_DEVICE int find_shared(const Problem &problem, int64_t total, int64_t share, MergeBy by, Unit &unit) {
+  if (by == MergeBy::kUnit) {
+    unit = unit_of<Shape>(problem, block_index());
+  } else {
+    const int64_t seam = share * (block_index() + 1);
+    if (seam >= total) return kNone;
+    unit = unit_at<Shape>(problem, seam - 1);
+  }
+  const int64_t first = unit.start / share;
+  if ((unit.end() - 1) / share == first || (by == MergeBy::kSeam && first != block_index())) return kNone;
+  return static_cast<int>(first);
+}
+
+// Grid: units or seams, times groups of kWarps / kRowMergers rows. kRowMergers warps process one row. Each first finds the
+// row's largest score and its weight, one partial result a lane. Then it sums every kRowMergers-th partial result, four
+// columns a lane, with independent loads. Few units have many partial results each: there, all warps of a block sum
+// one row.
+template <class Shape, int kRowMergers>
+REDRAFT_GLOBAL(kThreads) merge(Problem problem, int blocks, MergeBy by) {
   const int64_t total = all_tiles<Shape>(problem);
   const int64_t share = share_of(total, blocks);
-  const int64_t seam = share * (block_index() + 1);
-  if (seam >= total) return;
-  const Unit unit = unit_at<Shape>(problem, seam - 1);
-  if (unit.end() <= seam || unit.start < seam - share) return;
-  const Extent extent = extent_of(problem, unit.sequence);
-  const int row = block_index_y() * kMergeRows + thread_index() / kWarp;
-  if (row >= rows_of<Shape>(problem, unit)) return;  // a whole warp
+  Unit unit;
+  const int first = find_shared<Shape>(problem, total, share, by, unit);
+  if (first == kNone) return;
+  const int warp = thread_index() / kWarp;
+  const int row = block_index_y() * (kWarps / kRowMergers) + warp / kRowMergers;
+  if (row >= rows_of<Shape>(problem, unit)) return;  // all warps of a row
   const int lane = thread_index() % kWarp;
-  const Parts<Shape> parts{problem, block_index(), unit.start == seam - share ? 0 : 1,
-                           static_cast<int>((unit.end() - 1) / share - block_index()) + 1};
+  const Parts<Shape> parts{problem, first, unit.start == first * share ? 0 : 1,
+                           static_cast<int>((unit.end() - 1) / share) - first + 1};
   float peak = -INFINITY;
   for (int part = lane; part < parts.count; part += kWarp) peak = fmaxf(peak, parts.peak(part, row));
 #pragma unroll
@@ -98,14 +117,32 @@ REDRAFT_GLOBAL(kThreads) merge(Problem problem, int blocks) {
   }
 #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) weight += shuffle_xor(weight, lanes);
+  const Extent extent = extent_of(problem, unit.sequence);
+  float *sums_of_warps = reinterpret_cast<float *>(shared_memory());  // [kRowMergers][D], unless one warp has the row
   for (int column = 4 * lane; column < Shape::kHeadDim; column += 4 * kWarp) {
     float sum[4] = {};
 #pragma unroll 8
-    for (int part = 0; part < parts.count; ++part) {
+    for (int part = warp % kRowMergers; part < parts.count; part += kRowMergers) {
       const float alpha = power_of_two(parts.peak(part, row) - base);
       const Sums sums = *reinterpret_cast<const Sums *>(parts.at(part) + row * Shape::kHeadDim + column);
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] += sums.values[c] * alpha;
+    }
+    if (kRowMergers == 1) {
+      write_out<Shape>(problem, extent, unit, row, column, sum, weight);
+    } else {
+      store_sums(sums_of_warps + warp * Shape::kHeadDim + column, sum);
+    }
+  }
+  if (kRowMergers == 1) return;
+  sync_block();
+  for (int column = 4 * thread_index(); column < Shape::kHeadDim; column += 4 * kThreads) {
+    float sum[4] = {};
+#pragma unroll
+    for (int other = 0; other < kRowMergers; ++other) {
+      const Sums sums = *reinterpret_cast<const Sums *>(sums_of_warps + other * Shape::kHeadDim + column);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] += sums.values[c];
     }
     write_out<Shape>(problem, extent, unit, row, column, sum, weight);
   }

@@ -12,11 +12,13 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define REDRAFT_DEVICE __device__ __forceinline__
+#define REDRAFT_ANYWHERE __host__ __device__ __forceinline__
 #define REDRAFT_GLOBAL(threads) __global__ void __launch_bounds__(threads)
 
 #else
 
 #include "../cpu/cuda_on_cpu.h"
+#define REDRAFT_ANYWHERE inline
 #define REDRAFT_GLOBAL(threads) void
 
 #endif
@@ -53,6 +55,8 @@ REDRAFT_DEVICE int block_count_y() { return gridDim.y; }
 REDRAFT_DEVICE int block_threads() { return blockDim.x; }
 REDRAFT_DEVICE void sync_block() { __syncthreads(); }
 REDRAFT_DEVICE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xffffffffu, value, lanes); }
+// Bit i is what lane i of the warp gives.
+REDRAFT_DEVICE uint32_t ballot(bool given) { return __ballot_sync(0xffffffffu, given); }
 
 REDRAFT_DEVICE uint32_t shared_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -144,7 +148,12 @@ REDRAFT_DEVICE uint32_t pack<Bfloat16>(float low, float high) {
   return reinterpret_cast<const uint32_t &>(both);
 }
 
-REDRAFT_DEVICE float power_of_two(float exponent) { return exp2f(exponent); }
+// exp2f without its steps for results below 2^-126, which are zero here.
+REDRAFT_DEVICE float power_of_two(float exponent) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(exponent));
+  return power;
+}
 
 #endif  // __CUDACC__
 

@@ -16,9 +16,12 @@ namespace redraft {
 struct Problem {
   const void *q;               // [B, T, Hq * D]
   void *out;                   // [B, T, Hq * D]
-  const void *key_cache;       // [B, Hkv, C, D]
-  const void *value_cache;     // [B, Hkv, C, D]
-  const uint32_t *mask;        // [B, T, mask_words], null: causal
+  const void *k;               // [B, T, Hkv * D], null: the cache has these rows
+  const void *v;               // [B, T, Hkv * D]
+  void *key_cache;             // [B, Hkv, C, D]
+  void *value_cache;           // [B, Hkv, C, D]
+  const uint32_t *mask_bits;   // [B, T, mask_words]
+  const uint8_t *mask_bools;   // [B, T, T]; both masks null: causal
   const int64_t *positions;    // [B, T], null: cache_len + i
   const int64_t *cache_len;    // [B]
   const int64_t *node_counts;  // [B], null: T
@@ -33,6 +36,8 @@ struct Problem {
   int window;
   float scale;
   float softcap;
+
+  REDRAFT_ANYWHERE bool masked() const { return mask_bits || mask_bools; }
 };
 
 // The least work for a block: with fewer tiles, merging costs more than the block gains.
@@ -69,9 +74,9 @@ template <class Shape>
 REDRAFT_DEVICE Tiles tiles_of(const Problem &problem, const Extent &extent, int row_block) {
   const int first_node = row_block * Shape::kRows / problem.group;
   const int last_row = smaller((row_block + 1) * Shape::kRows, problem.nodes * problem.group) - 1;
-  const int end = problem.mask ? extent.end : smaller(extent.past + last_row / problem.group + 1, extent.end);
+  const int end = problem.masked() ? extent.end : smaller(extent.past + last_row / problem.group + 1, extent.end);
   // A query's position is at least past, and in a causal chunk past + its node.
-  const int earliest = problem.mask ? extent.past : extent.past + first_node;
+  const int earliest = problem.masked() ? extent.past : extent.past + first_node;
   const int begin = problem.window > 0 ? larger(earliest - problem.window + 1, 0) : 0;
   Tiles tiles;
   tiles.end = larger((end + Shape::kTile - 1) / Shape::kTile, 1);
@@ -84,15 +89,15 @@ REDRAFT_DEVICE int row_blocks_of(const Problem &problem) {
   return (problem.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
 }
 
-// Tiles of all row blocks of one head of a sequence. Under a mask, all have the same number.
+// Tiles of the first `blocks` row blocks of one head of a sequence. Under a mask, all have the same number.
 template <class Shape>
-REDRAFT_DEVICE int64_t head_tiles(const Problem &problem, const Extent &extent) {
-  const int blocks = row_blocks_of<Shape>(problem);
-  if (problem.mask) {
+REDRAFT_DEVICE int64_t tiles_before(const Problem &problem, const Extent &extent, int blocks) {
+  if (problem.masked()) {
     const Tiles tiles = tiles_of<Shape>(problem, extent, 0);
     return static_cast<int64_t>(tiles.end - tiles.first) * blocks;
   }
   int64_t sum = 0;
+#pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
     const Tiles tiles = tiles_of<Shape>(problem, extent, block);
     sum += tiles.end - tiles.first;
@@ -101,8 +106,14 @@ REDRAFT_DEVICE int64_t head_tiles(const Problem &problem, const Extent &extent) 
 }
 
 template <class Shape>
+REDRAFT_DEVICE int64_t head_tiles(const Problem &problem, const Extent &extent) {
+  return tiles_before<Shape>(problem, extent, row_blocks_of<Shape>(problem));
+}
+
+template <class Shape>
 REDRAFT_DEVICE int64_t all_tiles(const Problem &problem) {
   int64_t sum = 0;
+#pragma unroll 1
   for (int b = 0; b < problem.batch; ++b) sum += head_tiles<Shape>(problem, extent_of(problem, b)) * problem.kv_heads;
   return sum;
 }
@@ -131,6 +142,7 @@ REDRAFT_DEVICE Unit unit_at(const Problem &problem, int64_t tile) {
   int64_t left = tile;  // the tile's offset, in smaller parts at each step
   Extent extent = extent_of(problem, 0);
   int64_t per_head = head_tiles<Shape>(problem, extent);
+#pragma unroll 1
   while (left >= per_head * problem.kv_heads) {
     left -= per_head * problem.kv_heads;
     extent = extent_of(problem, ++unit.sequence);
@@ -139,16 +151,52 @@ REDRAFT_DEVICE Unit unit_at(const Problem &problem, int64_t tile) {
   unit.head = static_cast<int>(left / per_head);
   left %= per_head;
   unit.tiles = tiles_of<Shape>(problem, extent, 0);
-  if (problem.mask) {
+  if (problem.masked()) {
     unit.row_block = static_cast<int>(left / (unit.tiles.end - unit.tiles.first));
     left %= unit.tiles.end - unit.tiles.first;
   }
+#pragma unroll 1
   while (left >= unit.tiles.end - unit.tiles.first) {
     left -= unit.tiles.end - unit.tiles.first;
     unit.tiles = tiles_of<Shape>(problem, extent, ++unit.row_block);
   }
   unit.start = tile - left;
   return unit;
+}
+
+// Unit `number` in the order of the tiles' numbering.
+template <class Shape>
+REDRAFT_DEVICE Unit unit_of(const Problem &problem, int number) {
+  const int row_blocks = row_blocks_of<Shape>(problem);
+  Unit unit{};
+  unit.row_block = number % row_blocks;
+  unit.head = number / row_blocks % problem.kv_heads;
+  unit.sequence = number / row_blocks / problem.kv_heads;
+#pragma unroll 1
+  for (int b = 0; b < unit.sequence; ++b) {
+    unit.start += head_tiles<Shape>(problem, extent_of(problem, b)) * problem.kv_heads;
+  }
+  const Extent extent = extent_of(problem, unit.sequence);
+  unit.start += head_tiles<Shape>(problem, extent) * unit.head + tiles_before<Shape>(problem, extent, unit.row_block);
+  unit.tiles = tiles_of<Shape>(problem, extent, unit.row_block);
+  return unit;
+}
+
+// Nodes whose new rows a unit writes to the cache: [first, end), those whose first query it has, as far as the rows
+// count. So some unit of a head writes each of these rows, once. A unit's tiles hold the rows of its own nodes under
+// any window.
+struct Nodes {
+  int first;
+  int end;
+};
+
+template <class Shape>
+REDRAFT_DEVICE Nodes own_nodes(const Problem &problem, const Extent &extent, int row_block) {
+  const int up = problem.group - 1;
+  Nodes nodes;
+  nodes.first = (row_block * Shape::kRows + up) / problem.group;
+  nodes.end = smaller(((row_block + 1) * Shape::kRows + up) / problem.group, extent.end - extent.past);
+  return nodes;
 }
 
 // Query rows of a unit that exist.
@@ -181,21 +229,14 @@ REDRAFT_DEVICE int64_t query_offset(const Problem &problem, int sequence, const 
   return ((static_cast<int64_t>(sequence) * problem.nodes + query.node) * problem.q_heads + query.head) * head_dim;
 }
 
-// Returns true if node `node` sees row `row` of its sequence's cache.
-REDRAFT_DEVICE bool visible(const Problem &problem, const Extent &extent, int sequence, int node, int row) {
-  const int seen = row - extent.past;  // the row's node, negative for a committed row
+// Returns true if the window lets node `node` see row `row` of its sequence, one before `extent.end`.
+REDRAFT_DEVICE bool in_window(const Problem &problem, const Extent &extent, int sequence, int node, int row) {
+  if (problem.window <= 0) return true;
   const int64_t first_node = static_cast<int64_t>(sequence) * problem.nodes;
-  bool sees = row < extent.end;
-  if (sees && seen >= 0) {
-    sees = problem.mask ? (problem.mask[(first_node + node) * problem.mask_words + seen / 32] >> (seen % 32)) & 1u
-                        : seen <= node;
-  }
-  if (sees && problem.window > 0) {
-    const int64_t from = problem.positions ? problem.positions[first_node + node] : extent.past + node;
-    const int64_t to = seen < 0 ? row : problem.positions ? problem.positions[first_node + seen] : row;
-    sees = from - to < problem.window;
-  }
-  return sees;
+  const int seen = row - extent.past;  // the row's node, negative for a committed row
+  const int64_t from = problem.positions ? problem.positions[first_node + node] : extent.past + node;
+  const int64_t to = seen >= 0 && problem.positions ? problem.positions[first_node + seen] : row;
+  return from - to < problem.window;
 }
 
 }  // namespace redraft

@@ -27,7 +27,8 @@ struct AttentionShape {
   static constexpr int kTile = kRowBytes <= 256 ? 64 : kRowBytes <= 512 ? 32 : 16;
   static constexpr int kSlice = kTile / kKeyWarps;  // keys of a tile for one warp
   static constexpr int kProductDepth = sizeof(T) == 2 ? 16 : 8;
-  // Sixteen bytes more than a row, so that eight consecutive rows are in different banks.
+  // Sixteen bytes more than a row, so that eight consecutive rows are in different banks. Those behind query
+  // row i hold what the unit's node i sees of a tile, a bit a key.
   static constexpr int kStride = kHeadDim + 16 / static_cast<int>(sizeof(T));
   static constexpr int kTileBytes = kTile * kStride * static_cast<int>(sizeof(T));
   static constexpr int kQueryBytes = kRows * kStride * static_cast<int>(sizeof(T));
@@ -38,6 +39,7 @@ struct AttentionShape {
   static constexpr int kSharedBytes = kLoadBytes > kMergeBytes ? kLoadBytes : kMergeBytes;
   static constexpr bool kFits = kSharedBytes <= kMostSharedBytes && kSlice >= kProductDepth;
 
+  static_assert(kTile <= 4 * kWarp, "the sixteen bytes behind a query row hold a bit for each key of a tile");
   static_assert(kTile * kChunksPerRow % kThreads == 0, "every thread copies as many chunks of a tile");
   static_assert(kRowBytes % 16 == 0 && kHeadDim % 16 == 0, "rows are read in chunks of 16 bytes and 16 elements");
 };

@@ -26,7 +26,7 @@ enum { REDRAFT_OK = 0, REDRAFT_INVALID = 1, REDRAFT_DEVICE_ERROR = 2 };
 enum { REDRAFT_FLOAT16 = 0, REDRAFT_BFLOAT16 = 1, REDRAFT_FLOAT32 = 2 };
 
 // Increases when a struct below or the meaning of a field changes.
-#define REDRAFT_KERNELS_ABI 1
+#define REDRAFT_KERNELS_ABI 2
 // Largest number of nodes of a tree, which a mask describes. Causal chunks may be longer.
 #define REDRAFT_MAX_TREE_NODES 4096
 
@@ -35,7 +35,8 @@ enum { REDRAFT_FLOAT16 = 0, REDRAFT_BFLOAT16 = 1, REDRAFT_FLOAT32 = 2 };
 // committed rows and the nodes of its mask (always itself and its ancestors), except those that `window` hides.
 //
 // Tensors are contiguous. Lengths, positions and masks have their own types; all others have `dtype` and begin at a
-// multiple of 16 bytes. `out` must not overlap q, k, v or the caches: blocks write it while others still read those.
+// multiple of 16 bytes. `out` must not overlap q, k, v or the caches, nor the caches k and v: blocks write these while
+// others still read those.
 typedef struct {
   int32_t dtype;               // REDRAFT_FLOAT16, REDRAFT_BFLOAT16 or REDRAFT_FLOAT32; sums are always float32
   int32_t batch;               // B
@@ -68,18 +69,18 @@ typedef struct {
   int32_t ctas;           // blocks of the attention kernel
   int32_t threads;        // of a block
   int64_t shared_bytes;   // of a block
-  int64_t mask_bytes;     // of scratch memory, for the packed mask
   int64_t partial_bytes;  // of scratch memory, written and read at most once
 } redraft_attention_plan;
 
 // Depends only on sizes, `ctas`, the device, and on masks being null or not; reads no pointer.
 REDRAFT_API int redraft_tree_attention_plan(const redraft_tree_attention_args *args, redraft_attention_plan *plan);
 
-// Returns the bytes of scratch memory that a call with these sizes needs: the plan's two parts.
+// Returns the bytes of scratch memory that a call with these sizes needs: the plan's partial_bytes.
 REDRAFT_API int redraft_tree_attention_workspace(const redraft_tree_attention_args *args, size_t *bytes);
 
-// Writes k and v into the cache and attends, with at most three launches. `workspace` is device memory at a multiple
-// of 16 bytes. A node whose row is past the capacity is not written, not seen, and has an unspecified finite out.
+// Writes k and v into the cache and attends, with at most two launches: one that does both, and one that merges results
+// of sequences and heads that several blocks share. `workspace` is device memory at a multiple of 16 bytes. A node whose
+// row is past the capacity is not written, not seen, and has an unspecified finite out.
 REDRAFT_API int redraft_tree_attention(const redraft_tree_attention_args *args, void *workspace, size_t workspace_bytes,
                                        void *stream);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.kernels import compiled
-from experiments.kernels.compiled import described, parse, resident_blocks
+from experiments.kernels.compiled import described, instructions, parse, resident_blocks, sources_digest
 from redraft.errors import UsageError
 from redraft.plugins.library import Kernels
 
@@ -28,6 +29,41 @@ ptxas info    : Function properties for _ZN7redraft6attendINS_14AttentionShapeIN
     24 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads
 ptxas info    : Used 128 registers, used 1 barriers, 24 bytes cumulative stack size
 """  # noqa: E501
+
+MACHINE_CODE = """\
+\tcode for sm_90
+\t\tFunction : _ZN7redraft5mergeINS_14AttentionShapeINS_4HalfELi128ELi2EEELi1EEEvNS_7ProblemEi
+        /*0000*/                   LDG.E.128 R1, [R2] ;
+\t\tFunction : _ZN7redraft6attendINS_14AttentionShapeINS_4HalfELi128ELi4EEEEEvNS_7ProblemE
+        /*0010*/                   LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64] ;
+        /*0020*/              @!P1 LDG.E.U8 R1, [R2.64] ;
+        /*0030*/             @UP0 LDG.E.64 R1, [R2.64] ;
+        /*0040*/                   LDL R1, [R2] ;
+        /*0050*/                   HMMA.16816.F32 R1, R2, R3, R1 ;
+        /*0060*/                   HMMA.16816.F32 R1, R2, R3, R1 ;
+\t\tFunction : _ZN7redraft7compactENS_7CompactE
+        /*0010*/                   STG.E.128 [R1], R2 ;
+"""
+MOST_SPILLED = 100
+KEPT = Path(__file__).parents[2] / "docs/gpu/kernels_sm90.json"
+
+
+def test_machine_code_is_counted_by_kernel_and_width() -> None:
+    assert instructions(MACHINE_CODE) == {
+        ("float16", 128, 64, "sm_90"): {"HMMA": 2, "LDG 1": 1, "LDG 8": 1, "LDGSTS 16": 1, "LDL 4": 1}
+    }
+
+
+def test_the_report_in_the_documentation_is_of_these_sources() -> None:
+    """A change of a kernel needs a new report: `make plugins ARCHITECTURES=90`, then experiments.kernels.compiled."""
+    report = json.loads(KEPT.read_text())
+    assert report["sources"] == sources_digest()
+    for kernel in report["kernels"]:
+        # What comes from the caches is loaded 16 bytes at a time, and a kernel is fed by tensor cores.
+        counts = kernel["instructions"]
+        assert [name for name in counts if name.startswith("LDGSTS")] == ["LDGSTS 16"]
+        assert counts["HMMA"] > 0
+        assert kernel["spilled_bytes"] <= MOST_SPILLED
 
 
 def test_attention_kernels_are_found() -> None:

@@ -40,7 +40,7 @@ def test_checks_cover_every_kernel(kernels: Kernels) -> None:
     assert {each[:2] for each in trees} == {(d, h) for d in dtypes for h in (64, 80, 96, 128, 256)}
     assert {each for each in trees if each[1] == 64} == {(d, 64, rows) for d in dtypes for rows in (16, 32, 64)}
     assert {(each["dtype"], each["what"]) for each in found} == {
-        (d, what) for d in dtypes for what in ("tree", *FEATURES, "compaction")
+        (d, what) for d in dtypes for what in ("tree", "random", *FEATURES, "compaction")
     }
 
 
@@ -199,7 +199,7 @@ def test_pytorchs_ways_solve_the_same_problem(kernels: Kernels, nodes: int, head
     for build in ways.values():
         way = build(problem)
         torch.testing.assert_close(way.answer(way.call()), problem.out, atol=2e-6, rtol=0)
-    torch.testing.assert_close(problem.reference(), problem.out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(problem.reference().float(), problem.out, atol=2e-6, rtol=0)
 
 
 def test_the_bias_has_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:

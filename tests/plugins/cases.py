@@ -172,9 +172,6 @@ def run(
     kernels.set_order(order)
     kernels.truncate_sums(truncate)
     kernels.attend(args, scratch.ctypes.data, scratch.nbytes)
-    if case.mask is not None and not bits:  # bits past the last node belong to no row
-        packed = pack_bits(case.mask)
-        assert scratch[: packed.nbytes].tobytes() == packed.tobytes()
     for whole in (whole_out, whole_keys, whole_values, whole_scratch):
         assert guards_hold(whole)
     return out, keys, values

@@ -351,7 +351,6 @@ void test_workspace() {
   args.kv_heads = 2;
   args.head_dim = kHeadDim;
   args.capacity = kCapacity;
-  args.mask_bools = reinterpret_cast<const uint8_t *>(&args);
   size_t most = 0;
   for (args.nodes = 1; args.nodes <= kNodes; ++args.nodes) {
     size_t needed = 0;

@@ -162,8 +162,8 @@ def test_any_number_of_blocks(device_kernels: Kernels, ctas: int) -> None:
     assert error_of(case, run(device_kernels, case, ctas)[0], truncated=True) < 1
 
 
-def test_the_measured_problems_agree_with_float32(device_kernels: Kernels) -> None:
-    assert {each["what"] for each in checks(device_kernels)} == {"tree", *FEATURES, "compaction"}
+def test_the_measured_problems_agree_with_float64(device_kernels: Kernels) -> None:
+    assert {each["what"] for each in checks(device_kernels)} == {"tree", "random", *FEATURES, "compaction"}
 
 
 def test_one_graph_serves_lengths_that_change(device_kernels: Kernels) -> None:

@@ -95,7 +95,6 @@ def test_plans_follow_the_queries(
     assert (plan.rows, plan.tile, plan.threads) == (rows, tile, 128)
     assert plan.shared_bytes <= 99 * 1024
     assert plan.partial_bytes == 2 * plan.ctas * rows * (head_dim + 2) * 4
-    assert plan.mask_bytes == 0
     assert kernels.workspace_bytes(AttentionArgs(**{**GOOD, **sizes})) == plan.partial_bytes
 
 
@@ -146,5 +145,5 @@ def test_another_library() -> None:
 
 def test_kernels_of_another_interface(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_ABI", 99)
-    with pytest.raises(KernelError, match="expected kernels of interface 99, found 1; rebuild: make plugins"):
+    with pytest.raises(KernelError, match="expected kernels of interface 99, found 2; rebuild: make plugins"):
         Kernels(library.BUILD / CPU_LIBRARY)
