@@ -72,7 +72,7 @@ def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
 
 
 def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest) -> Command:
-    sizes = {"B": 1, "T": _ROWS, "M": _DRAFTED, "R": _ROWS, "C": _CAPACITY}
+    sizes = {"B": 1, "T": _ROWS, "M": _DRAFTED, "R": _ROWS, "C": _capacity(graph, record, manifest)}
     shapes = {
         spec.name: [dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape]
         for spec in record.inputs
@@ -85,6 +85,16 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
          *(f"{name}:[{','.join(map(str, shape))}]" for name, shape in shapes.items()),
          "--val-range", *ranges, "--save-inputs", f"{graph}.inputs.json", "--save-outputs", f"{graph}.outputs.json"),
     )  # fmt: skip
+
+
+def _capacity(graph: str, record: GraphRecord, manifest: Manifest) -> int:
+    """Return the rows of KV buffers in the compared call: those of the engine, if it takes no other number."""
+    engine = manifest.tensorrt.engines.get(graph) if manifest.tensorrt else None
+    for spec in record.inputs if engine else ():
+        if engine and "C" in spec.shape:
+            axis, ranges = spec.shape.index("C"), engine.profiles[0].inputs[spec.name]
+            return ranges.max[axis] if ranges.min[axis] == ranges.max[axis] else _CAPACITY
+    return _CAPACITY
 
 
 def _values(graph: str, record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:

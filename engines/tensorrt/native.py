@@ -23,6 +23,8 @@ from redraft.engines.tensorrt.rewrite import Rewriter
 from redraft.engines.tensorrt.target import check_native
 from redraft.errors import BackendError
 
+DECOMPOSABLE = "TRT_decomposable"
+"""Attribute of TensorRT's parser: attention may become several layers."""
 _PLUGIN = "build with --attention plugin"
 
 
@@ -32,6 +34,7 @@ def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
     if nodes:
         check_native(release)
     buffers = {id(value) for value in model.graph.inputs}
+    single = any(value.dtype == ir.DataType.FLOAT for node in nodes for value in node.inputs[3:5] if value is not None)
     visible: dict[int, ir.Value] = {}
     chains: dict[int, _Chain] = {}
     for node in nodes:
@@ -41,6 +44,17 @@ def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
             chains[id(chain.presents[0])] = chain
         else:
             _follow(graph, Rewriter(model.graph, node), node, chains.get(id(node.inputs[3])))
+    if single:
+        for node in model.graph:
+            if node.op_type == "Attention":  # TensorRT has no fused kernel for float32, but builds the parts if it may
+                node.attributes[DECOMPOSABLE] = ir.AttrInt64(DECOMPOSABLE, 1)
+
+
+def fix_capacity(model: ir.Model, rows: int) -> None:
+    """Give the KV buffers a fixed number of rows, as TensorRT's KV update wants them."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([rows if str(dim) == "C" else dim for dim in value.shape])
 
 
 def lower_keep(model: ir.Model) -> None:

@@ -1,6 +1,8 @@
 """Operators of TensorRT's ONNX parser, by version, and the check of a graph against them before a build.
 
 The source is onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2. Later versions count as the last one.
+Where the parser of TensorRT for RTX 1.7.1 answers otherwise, its answer counts: it takes Equal and Pad of bool, and
+refuses NonZero and a Cast to uint8.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ _TYPES: Mapping[frozenset[int], str] = {
         Swish Tan Tanh ThresholdedRelu Upsample Attention
     """,
     _NUMBERS: """
-        Abs Add ArgMax ArgMin DepthToSpace Div Equal Gelu Greater GreaterOrEqual IsNaN Less LessOrEqual Max Mean
-        Min Mod Mul Neg Pad Pow Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
+        Abs Add ArgMax ArgMin DepthToSpace Div Gelu Greater GreaterOrEqual IsNaN Less LessOrEqual Max Mean
+        Min Mod Mul Neg Pow Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
         ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Scatter ScatterElements ScatterND Shrink Sign
         SpaceToDepth Sub Sum TopK
     """,
     _VALUES: """
-        Concat Expand EyeLike Flatten Gather GatherElements GatherND Identity If Loop OneHot Reshape
+        Concat Equal Expand EyeLike Flatten Gather GatherElements GatherND Identity If Loop OneHot Pad Reshape
         ReverseSequence Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze Where
     """,
     _CASTS: "Cast CastLike",
     _BOOLEANS: "And Not Or Xor",
-    _HALVES: "BlackmanWindow DeformConv GridSample HammingWindow HannWindow Mish NonMaxSuppression NonZero RoiAlign",
+    _HALVES: "BlackmanWindow DeformConv GridSample HammingWindow HannWindow Mish NonMaxSuppression RoiAlign",
     _QUANTIZED: "DequantizeLinear",
     _FLOATS | {TensorProto.INT32}: "TensorScatter",
 }  # fmt: skip
@@ -153,13 +155,17 @@ def _reduce(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str
     return " over computed axes" if computed else None
 
 
+def _cast(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    return " to uint8" if _attributes(node).get("to") == TensorProto.UINT8 else None
+
+
 def _dequantize(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
     return " with a zero point" if len(node.input) > 2 and node.input[2] else None
 
 
 _LIMITS: Mapping[str, Callable[[NodeProto, set[str], onnx.GraphProto], str | None]] = {
     "TensorScatter": _scatter, "GatherND": _gather_nd, "Attention": _attention, "TopK": _top_k,
-    "DequantizeLinear": _dequantize,
+    "DequantizeLinear": _dequantize, "Cast": _cast,
     **{operator: _reduce for operator in SUPPORTED if operator.startswith("Reduce")},
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from redraft import names
 from redraft.engines.tensorrt import operators, plugin
 from redraft.engines.tensorrt.expand import expand
 from redraft.engines.tensorrt.merge import merge_weights
-from redraft.engines.tensorrt.native import lower_attention, lower_keep
+from redraft.engines.tensorrt.native import fix_capacity, lower_attention, lower_keep
 from redraft.engines.tensorrt.records import Attention, weights_file
 from redraft.errors import BackendError
 
@@ -29,9 +29,12 @@ def graph_file(graph: str) -> str:
     return f"{graph}.tensorrt.onnx"
 
 
-def prepare(folder: Path, file: str, graph: str, release: operators.Release, attention: Attention) -> onnx.ModelProto:
+def prepare(
+    folder: Path, file: str, graph: str, release: operators.Release, attention: Attention, capacity: int | None = None
+) -> onnx.ModelProto:
     """Write `folder`/`graph`.tensorrt.onnx from the portable graph `file` there, and return it without its weights.
 
+    capacity: rows of the KV buffers where they are fixed, as TensorRT's own KV update wants them.
     Weights that the graph concatenates become one (`merge`), in `graph`.tensorrt.weights if they have to be copied.
     Raises BackendError naming the first node that the parser of `release` does not take.
     """
@@ -47,6 +50,8 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
         lower_attention(graph, model, release)
         if graph == names.STEP_COMPACT_KV:
             lower_keep(model)
+    if capacity is not None:
+        fix_capacity(model, capacity)
     model.functions.clear()
     model.opset_imports.pop(names.TREE_ATTENTION_DOMAIN, None)
     for tidy in (common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass()):

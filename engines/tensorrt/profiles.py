@@ -66,9 +66,12 @@ def profiles_of(
 
     symbols:         sizes by profile, as `verifier_symbols` and `drafter_symbols` return them.
     kv_len_is_shape: the values of `kv_len` are sizes inside the graph, as without the plugin, and get their own ranges.
+                     KV buffers then have the most rows alone (`fixed_capacity`).
     """
     found: list[Profile] = []
-    for name, sizes in symbols.items():
+    fixed = fixed_capacity(symbols) if kv_len_is_shape else None
+    for name, each in symbols.items():
+        sizes = {**each, "C": (fixed, fixed, fixed)} if fixed else each
         ranges = {spec.name: _range(spec, sizes) for spec in inputs if any(isinstance(dim, str) for dim in spec.shape)}
         if kv_len_is_shape and names.KV_LEN in {spec.name for spec in inputs}:
             rows = sizes["T"] if "T" in sizes else sizes["M"]
@@ -76,6 +79,11 @@ def profiles_of(
         if all(ranges != profile.inputs for profile in found):
             found.append(Profile(name, ranges))
     return tuple(found)
+
+
+def fixed_capacity(symbols: Mapping[str, Mapping[str, Sizes]]) -> int | None:
+    """Return the rows of a graph's KV buffers where TensorRT wants them fixed, None for a graph without any."""
+    return max((sizes["C"][2] for sizes in symbols.values() if "C" in sizes), default=None)
 
 
 def largest_call(profiles: Sequence[Profile]) -> tuple[int, int]:

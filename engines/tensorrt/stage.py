@@ -24,7 +24,7 @@ from redraft.engines.tensorrt.memory import Needs, check_host, check_memory, nee
 from redraft.engines.tensorrt.merge import copied_bytes
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.prepare import graph_file, prepare
-from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
+from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, fixed_capacity, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 from redraft.files import same_disk
@@ -79,7 +79,14 @@ def stage_engines(
     copies = {graph: copied_bytes(ir.load(folder / record.file)) for graph, record in graphs.items()}
     check_disk("copies of merged weights", {graph: size for graph, size in copies.items() if size}, folder)
     prepared = {
-        graph: prepare(folder, record.file, graph, target.release, options.attention)
+        graph: prepare(
+            folder,
+            record.file,
+            graph,
+            target.release,
+            options.attention,
+            fixed_capacity(symbols[graph]) if options.attention == "native" else None,
+        )
         for graph, record in graphs.items()
     }
     timing = engine_cache.timing_cache(target)

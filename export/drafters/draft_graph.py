@@ -197,7 +197,8 @@ class LevelAttention(ChainAttention):
 
         parents: [B, W], the rows of the level before that are their parents. The first level's parent is the root.
         """
-        own = torch.eye(width, dtype=torch.bool)[None].expand(parents.shape[0], -1, -1)
+        rows = torch.arange(width)  # torch.eye becomes a Cast to uint8, which no TensorRT takes
+        own = (rows[:, None] == rows)[None].expand(parents.shape[0], -1, -1)
         if self._mask is None:
             self._mask = own
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 from tests.engines.bundles import write_bundle
 from tests.standins.tensorrt import FakeTensorRt
 
+from redraft import names
 from redraft.assembly.options import options_of
 from redraft.cli import main
 from redraft.cli.build_options import Attention, choose_tensorrt
@@ -62,6 +65,17 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
 _STAGE: Any = stage.stage_engines
 
 
+def parsed(bundle: Path) -> set[str]:
+    """Return the graphs that a real parser of TensorRT takes. Fails with its words if it refuses one."""
+    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
+        pytest.skip("TensorRT for RTX has no package for this machine")
+    command = [sys.executable, "-m", "experiments.tensorrt_parser", str(bundle)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, [each for each in found if "refused" in each] or done.stderr
+    return {each["graph"] for each in found}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("release", "attention"), [("10.9.0.34", "plugin"), ("10.15.1", "plugin"), ("10.16.1", "native")]
@@ -85,6 +99,7 @@ def test_every_graph_of_the_embedded_model_is_taken(
     assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
     for graph in bundle.manifest.all_graphs.values():
         onnx.checker.check_model(out / graph.file, full_check=True)
+    assert parsed(out) == set(record.engines)
     assert build(release, *options) == 0
     assert len(built) == len(record.engines)  # the second build did nothing
     capsys.readouterr()
@@ -93,6 +108,10 @@ def test_every_graph_of_the_embedded_model_is_taken(
     commands = shown["commands"]
     assert shown["inputs"] == []
     assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(commands)
+    if attention == "native":  # whose KV buffers have a fixed number of rows
+        shape, rows = bundle.manifest.shape, names.kv_rows(bundle.manifest.max_model_len)
+        kept = commands["verifier: on ONNX Runtime, inputs and outputs kept"]
+        assert f"{names.key_cache(0)}:[1,{shape.kv_heads},{rows},{shape.head_dim}]" in kept
     assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["inputs"]
     assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
@@ -120,23 +139,25 @@ def test_the_graph_of_a_draft_model_is_taken(
 
 
 @pytest.mark.slow
-def test_the_graphs_of_a_steered_drafter_are_taken(
+def test_the_graphs_of_all_drafters_are_taken(
     build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "tiny"
-    options = ("-o", out, "--precision", "fp16", "--attention", "plugin", "--drafter", "sd2=random,method=steered")
+    options = ("-o", out, "--precision", "fp16", "--attention", "plugin", "--drafter", "all", "--skip-check")
     assert build("10.15.1", *options) == 0, capsys.readouterr().err
     bundle = open_bundle(out)
     record = bundle.manifest.tensorrt
     assert record is not None
-    for graph in ("sd2.steer", "sd2.draft"):
+    drafting = {"eagle", "eagle2", "eagle3", "fspad", "griffin", "hass", "lyanna", "medusa", "mtp", "steered"}
+    assert {f"{drafter}.draft" for drafter in drafting} <= parsed(out) == set(record.engines)
+    for graph in ("steered.steer", "steered.draft"):
         assert [profile.name for profile in record.engines[graph].profiles] == ["prefill", "tree", "token"]
         onnx.checker.check_model(out / bundle.manifest.all_graphs[graph].file, full_check=True)
     assert "step.gather_features" in record.engines
     capsys.readouterr()
     assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["inputs"]
-    assert str(tmp_path / "inputs" / "sd2.steer.token.positions.bin") in written
+    assert str(tmp_path / "inputs" / "steered.steer.token.positions.bin") in written
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from redraft import names, signatures
+from redraft.engines.tensorrt.native import DECOMPOSABLE
 from redraft.signatures import VerifierShape
 
 _TYPES = {"int64": TensorProto.INT64, "bool": TensorProto.BOOL, "float32": TensorProto.FLOAT}
@@ -75,6 +76,17 @@ class _Graph:
         if len(stored) > 1:
             stored = [self.node("Concat", stored, f"{out}.stack", axis=0)]
         return self.node("MatMul", [x, self.node("Transpose", stored, f"{out}.weight", perm=[1, 0])], out)
+
+
+def for_onnxruntime(file: Path) -> Path:
+    """Take TensorRT's own attribute out of a prepared graph, in place: ONNX Runtime refuses those it does not know."""
+    model = onnx.load(file, load_external_data=False)
+    for node in model.graph.node:
+        kept = [attribute for attribute in node.attribute if attribute.name != DECOMPOSABLE]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    onnx.save(model, file)
+    return file
 
 
 def verifier_model(decoder: Decoder) -> onnx.ModelProto:

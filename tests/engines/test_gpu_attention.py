@@ -29,6 +29,7 @@ from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from tests.engines.drafters import LYANNA_DRAFT, with_graphs
+from tests.engines.graphs import for_onnxruntime
 from tests.runtime.devices import tensorrt_device
 
 from .bundles import build_tiny, write_bundle
@@ -47,6 +48,7 @@ def lower(bundle: Bundle, folder: Path) -> Bundle:
     for graph in GRAPHS:
         if graph in records:
             prepare(folder, records[graph].file, graph, SINCE["TensorScatter"], "native")
+            for_onnxruntime(folder / graph_file(graph))
             records[graph] = replace(records[graph], file=graph_file(graph))
             if (batch := names.batch(graph)) in records and batch != names.VERIFIER_BATCH:
                 records[batch] = records[graph]  # the host prefers that form of a drafter's graph

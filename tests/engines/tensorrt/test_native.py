@@ -28,6 +28,7 @@ from redraft.signatures import VerifierShape
 from redraft.types import Budget
 from tests.engines.calls import sampling_values
 from tests.engines.drafters import LYANNA_DRAFT
+from tests.engines.graphs import for_onnxruntime
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
 from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
 
@@ -45,6 +46,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     (folder / "verifier").mkdir()
     exported = export(folder, make_verifier(folder / "verifier"))
     prepare(exported.bundle.path, f"{LYANNA_DRAFT}.onnx", LYANNA_DRAFT, RELEASE, "native")
+    for_onnxruntime(exported.bundle.path / graph_file(LYANNA_DRAFT))
     return exported
 
 
@@ -176,7 +178,7 @@ def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, m
     for graph in (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV):
         file = manifest.all_graphs[graph].file
         prepare(native, file, graph, RELEASE, "native")
-        (native / graph_file(graph)).replace(native / file)
+        for_onnxruntime(native / graph_file(graph)).replace(native / file)
         files[file] = replace(files[file], size=(native / file).stat().st_size)
     (native / "manifest.json").write_text(dump_manifest(replace(manifest, files=files)))
     prompts = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3], [4] * 66, [5, 7, 11]]

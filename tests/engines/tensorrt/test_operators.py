@@ -56,6 +56,8 @@ CASES = {
         model(node("Attention", "q", "q", "q", softcap=2.0), q=(FLOAT, [1, 1, 2, 8])),
         "Attention with softcap",
     ),
+    "bytes are made": (model(node("Cast", "x", to=UINT8), x=(INT64, [2])), "Cast to uint8"),
+    "sizes that the data decides": (model(node("NonZero", "x"), x=(FLOAT, [2])), "NonZero"),
     "opset": (model(node("Sqrt", "x"), opset=25, x=(FLOAT, [2])), "opset 25"),
 }
 
@@ -77,9 +79,14 @@ def test_nodes_that_the_parser_takes_pass() -> None:
         node("Cast", "b", outputs=("c",), to=FLOAT),
         node("Where", "t", "x", "x", outputs=("w",)),
         node("DequantizeLinear", "e", "one", outputs=("d",)),
+        node("Equal", "t", "t", outputs=("q",)),
+        node("Pad", "t", "pads", outputs=("p",)),
         node("TreeAttention", "x"),
     ]
-    kinds = {"x": (FLOAT, [2]), "b": (UINT8, [2]), "t": (TensorProto.BOOL, [2]), "e": (INT8, [2]), "one": (FLOAT, [])}
+    kinds = {
+        "x": (FLOAT, [2]), "b": (UINT8, [2]), "t": (TensorProto.BOOL, [2]), "e": (INT8, [2]), "one": (FLOAT, []),
+        "pads": (INT64, [2]),
+    }  # fmt: skip
     assert list(problems(model(*nodes, **kinds), (10, 9))) == []
 
 

@@ -18,11 +18,12 @@ import pytest
 from redraft import names, signatures
 from redraft.engines.tensorrt.expand import expand
 from redraft.engines.tensorrt.merge import copied_bytes, merge_weights
+from redraft.engines.tensorrt.native import DECOMPOSABLE
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.records import weights_file
 from redraft.errors import BackendError
 from redraft.export.tree_attention import bodies
-from tests.engines.graphs import Decoder, save_verifier, stored_outside
+from tests.engines.graphs import Decoder, for_onnxruntime, save_verifier, stored_outside
 
 PAST, NODES = (3, 6), 5
 PARENTS = (-1, 0, 0, 1, None)
@@ -54,7 +55,8 @@ def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
 
 
 def run(model: Path | bytes, decoder: Decoder) -> list[np.ndarray]:
-    session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    given = for_onnxruntime(model) if isinstance(model, Path) else model
+    session = ort.InferenceSession(given, providers=["CPUExecutionProvider"])
     return session.run(None, feeds(decoder))
 
 
@@ -74,9 +76,14 @@ DECODERS = {
 def test_native_attention_computes_the_same_as_the_operator(kind: str, tmp_path: Path) -> None:
     decoder = DECODERS[kind]
     portable = save_verifier(decoder, tmp_path)
-    prepared = prepare(tmp_path, portable.name, names.VERIFIER, (10, 15), "native")
+    prepared = prepare(tmp_path, portable.name, names.VERIFIER, (10, 15), "native", capacity=24)
     assert names.TREE_ATTENTION not in {node.op_type for node in prepared.graph.node}
     assert not prepared.functions
+    for value in (*prepared.graph.input, *prepared.graph.output):  # TensorRT's KV update wants fixed rows
+        if value.name.startswith(("kv.", "present.")):
+            assert value.type.tensor_type.shape.dim[2].dim_value == 24
+    attributes = {a.name: a.i for node in prepared.graph.node if node.op_type == "Attention" for a in node.attribute}
+    assert attributes[DECOMPOSABLE] == 1  # float32, for which TensorRT has no fused attention
     assert_same(run(tmp_path / graph_file(names.VERIFIER), decoder), run(portable, decoder))
 
 
@@ -175,6 +182,15 @@ def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, axi
     assert (tmp_path / "merged.bin").exists() is not bool(kept)
     (merged,) = merged_in(model)
     np.testing.assert_array_equal(merged, np.concatenate([first, second]))
+
+
+def test_weights_that_are_read_alone_too_are_copied(tmp_path: Path) -> None:
+    """TensorRT refuses two weights of different sizes at one place of a file."""
+    parts = [np.full((2, 4), value, np.float16) for value in (1, 2)]
+    model = concat_model(tmp_path, parts, [("ab", 0), ("a", 0)])
+    assert copied_bytes(model) == merge_weights(model, tmp_path, "merged.bin") == 3 * parts[0].nbytes
+    for merged, expected in zip(merged_in(model), (np.concatenate(parts), parts[0]), strict=True):
+        np.testing.assert_array_equal(merged, expected)
 
 
 def test_weights_of_two_merges_are_copied_for_each(tmp_path: Path) -> None:
