@@ -28,13 +28,16 @@ def main() -> None:
     """Parse every prepared graph of the bundle."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    files = sorted(parser.parse_args().bundle.glob(graph_file("*")))
+    bundle = parser.parse_args().bundle
+    files = sorted(bundle.glob(graph_file("*")))
+    if not files:
+        sys.exit(f"{bundle} has no graphs for TensorRT: build it with --backend tensorrt")
     refused = 0
     for file in files:
         found = parsed(file)
         refused += "refused" in found
         print(json.dumps(found), flush=True)
-    sys.exit(not files or refused > 0)
+    sys.exit(refused > 0)
 
 
 def parsed(file: Path) -> dict[str, Any]:
