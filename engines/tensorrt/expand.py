@@ -1,8 +1,11 @@
-"""RMS normalization and rotary embedding spelled out, for parsers that do not know them as operators.
+"""Operators spelled out: RMS normalization and rotary embedding for parsers that do not know them, maxima beside hashes.
 
 RMSNormalization (opset 23): y = x / sqrt(mean(x²) + epsilon) * gain, the mean over the last axis and in float32.
 RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b cos + a sin); later entries are kept.
 Forms that the exporter does not write stay unchanged; the check of operators names them.
+
+A maximum along an axis that TensorRT fuses with a hash's integer arithmetic takes it minutes to compile (measured with
+TensorRT for RTX 1.7.1: 100 s for `step.accept_sampled`). TopK of one is the same number, and is not fused.
 """
 
 from __future__ import annotations
@@ -28,6 +31,30 @@ def expand(model: ir.Model, release: Release) -> None:
         lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
     for node in lacking:
         _FORMS[node.op_type](Rewriter(model.graph, node), node)
+
+
+def expand_maxima(model: ir.Model) -> None:
+    """Replace ReduceMax and LogSoftmax, in place, by forms whose maximum is a TopK."""
+    for node in model.graph:
+        if node.op_type in _MAXIMA:
+            _MAXIMA[node.op_type](Rewriter(model.graph, node), node)
+
+
+def _largest(to: Rewriter, x: ir.Value | None, axis: int) -> Any:
+    return to.node("TopK", [x, to.constant([1])], outputs=2, axis=axis)[0]
+
+
+def _reduce_max(to: Rewriter, node: ir.Node) -> None:
+    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
+    if axes is not None and axes.size == 1 and _integer(node, "keepdims", 1):
+        to.replace(_largest(to, node.inputs[0], int(axes.numpy().item())))
+
+
+def _log_softmax(to: Rewriter, node: ir.Node) -> None:
+    axis = _integer(node, "axis", -1)
+    below = to.node("Sub", [node.inputs[0], _largest(to, node.inputs[0], axis)])
+    total = to.node("ReduceSum", [to.node("Exp", [below]), to.constant([axis])], keepdims=1)
+    to.replace(to.node("Sub", [below, to.node("Log", [total])]))
 
 
 def _normalize(to: Rewriter, node: ir.Node) -> None:
@@ -75,3 +102,4 @@ def _integer(node: ir.Node, name: str, default: int) -> int:
 
 
 _FORMS = {"RMSNormalization": _normalize, "RotaryEmbedding": _rotate}
+_MAXIMA = {"ReduceMax": _reduce_max, "LogSoftmax": _log_softmax}

@@ -15,7 +15,7 @@ from onnx_ir.passes import common
 
 from redraft import names
 from redraft.engines.tensorrt import operators, plugin
-from redraft.engines.tensorrt.expand import expand
+from redraft.engines.tensorrt.expand import expand, expand_maxima
 from redraft.engines.tensorrt.merge import merge_weights
 from redraft.engines.tensorrt.native import fix_capacity, lower_attention, lower_keep
 from redraft.engines.tensorrt.records import Attention, weights_file
@@ -41,6 +41,8 @@ def prepare(
     model = ir.load(folder / file)
     _check_attention(graph, model)
     merge_weights(model, folder, weights_file(graph))
+    if any(function.name == names.TOKEN_HASHES for function in model.functions.values()):
+        expand_maxima(model)
     common.InlinePass(lambda function: function.name in _NOISE)(model)
     expand(model, release)
     if attention == "plugin":
