@@ -41,7 +41,7 @@ from redraft.plugins.traffic import AttentionSizes, attention_bytes, attention_f
 
 HEADS = ((32, 32), (32, 8))
 BATCHES = (1, 4, 16)
-LENGTHS = (1024, 4096, 16384)
+LENGTHS = (1024, 4096, 16384, 32768)
 NODES = (1, 16, 64)
 QUICK = ((1, 4), (1024, 16384), (1, 64))
 LAYERS = 32

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-_CERTAIN, _LESS = -(2.0**-20), 1 + 2.0**-22
-"""A child's joint log probability is at most its parent's times _LESS, plus _CERTAIN. So float32 has it below its
-parent's, however sure the drafter is."""
+CERTAIN, LESS = -(2.0**-20), 1 + 2.0**-22
+"""A child's joint log probability is at most its parent's times LESS, plus CERTAIN. So float32 has it below its
+parent's, however sure the drafter is. Which of equal numbers a TopK takes first is left to each library: ONNX Runtime's on CUDA does
+not take the first."""
 
 
 def below(parents: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Return sums of joint log probabilities of parents and of numbers of their children, each below its parent's."""
-    return torch.minimum(parents + added, parents * _LESS + _CERTAIN)
+    return torch.minimum(parents + added, parents * LESS + CERTAIN)
 
 
 def ordered_tree(

@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from onnxscript.onnx_opset import opset24 as op
 
+from redraft.export.drafters.candidate_tree import CERTAIN, LESS
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.lyanna import tree_size
 from redraft.methods.lyanna_token_info import FP8, token_info
@@ -79,7 +80,8 @@ def build_subtree(
                 level.append(len(tree.tokens))
                 tree.tokens.append(column if vocabulary is None else int(vocabulary[column]))
                 tree.parents.append(node)
-                tree.log_probs.append(tree.log_probs[node] + log_prob)
+                above = tree.log_probs[node]
+                tree.log_probs.append(min(above + log_prob, above * LESS + CERTAIN))
         going_on = sorted(level, key=lambda node: -tree.log_probs[node])[:width]
     return tree
 
@@ -155,7 +157,9 @@ def emit_token_tree(
         log_probs = op.LogSoftmax(op.Mul(op.Add(logits, _emit_lookup(tables, frontier)), factor), axis=-1)  # [B, W, H]
         best, chosen = op.TopK(log_probs, _ints([width]))  # [B, W, k]
         best = op.Where(by_rank, of_ranks, best)
-        reached = op.Reshape(op.Add(op.Unsqueeze(joint, _ints([2])), best), _ints([0, -1]))  # [B, W * k]
+        above = op.Unsqueeze(joint, _ints([2]))  # [B, W, 1]
+        most = op.Add(op.Mul(above, op.Constant(value_float=LESS)), op.Constant(value_float=CERTAIN))
+        reached = op.Reshape(op.Min(op.Add(above, best), most), _ints([0, -1]))  # [B, W * k]
         chosen = op.Reshape(chosen, _ints([0, -1]))
         siblings = 1 if step == 0 else width
         columns.append(chosen)
@@ -201,7 +205,7 @@ def _beyond(used: Any, steps: int, width: int) -> Any:
 def _emit_top_nodes(
     columns: Any, parents: Any, joints: Any, nodes: int, zeros: Any, total: int
 ) -> tuple[Any, Any, Any]:
-    """Return the most probable of `total` nodes in order. Ties go to lower numbers, so parents precede children.
+    """Return the most probable of `total` nodes in order. A parent is likelier than its children, so it precedes them.
 
     zeros: int64 [B, 1].
     """
