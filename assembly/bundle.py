@@ -97,7 +97,7 @@ def build_bundle(
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True)), "tokens": str(tokens)}
-    tools = find_tools(config) if config.backend == "tensorrt" else None
+    tools = find_tools(config) if config.for_tensorrt else None
     checked = {} if check else {"check": "skipped"}
     key = _key(
         digests | drafter_digests(config, checkpoint) | shape | checked | (tools.digests() if tools else {}),

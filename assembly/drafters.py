@@ -69,7 +69,7 @@ def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
     TensorRT has no operator like MatMulNBits, so its drafters take the verifier's compute type by default.
     """
     options = method_of(drafter).parse_build(drafter.options, f"drafter {drafter.id}")
-    if options.precision is None and config.backend == "tensorrt":
+    if options.precision is None and config.for_tensorrt:
         return replace(options, precision=config.compute_dtype)
     return options
 

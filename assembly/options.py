@@ -199,7 +199,7 @@ def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
         options += ["--max-model-len", str(config.max_model_len)]
     if config.random_weights and not recipe.random_weights:
         options += ["--weights", RANDOM]
-    for name in ("attention", "batch", "tree_nodes"):
+    for name in ("attention", "batch", "tree_nodes", "compute_capability"):
         if getattr(config.tensorrt, name) != getattr(recipe.tensorrt, name):
             options += [option_flag(name), str(getattr(config.tensorrt, name))]
     for name in ("embed_plugin", "ignore_memory"):

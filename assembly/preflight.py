@@ -68,7 +68,7 @@ def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, measured: int) -> N
     need nothing here.
     """
     numbers = list(_numbers(checkpoint))
-    if config.random_weights or config.backend == "tensorrt" or not numbers:
+    if config.random_weights or config.for_tensorrt or not numbers:
         return Needs(0, 0)
     weights = int(sum(numbers) * WEIGHT_BYTES[config.precision])
     measuring = int(ENGINE_COPIES * weights) if measured else 0

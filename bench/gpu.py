@@ -50,7 +50,8 @@ _FORCED = (0.9, 0.8, 0.7)
 _OF_BUILD = ("backend", "weights", "precision", "max_model_len", "drafter")
 """Options that are passed on to `redraft build`."""
 _PACKAGES: Mapping[Backend, tuple[str, ...]] = {
-    "onnxruntime": ("cuda.bindings",), "tensorrt": ("tensorrt", "polygraphy", "cuda.bindings"),
+    "onnxruntime": ("cuda.bindings",), "tensorrt": ("tensorrt", "cuda.bindings"),
+    "tensorrt-rtx": ("tensorrt_rtx_bindings", "cuda.bindings"),
 }  # fmt: skip
 """Packages that build engines and run them, in addition to ONNX Runtime."""
 _GIB = 1 << 30

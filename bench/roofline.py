@@ -190,7 +190,7 @@ def measure(
     """
     bundle, count = open_bundle(path, verify=False), threads or usable_threads()
     kv_len = min(kv_len, bundle.manifest.max_model_len - nodes)
-    if device is None and bundle.manifest.backend != "tensorrt":
+    if device is None and bundle.manifest.tensorrt is None:
         return _timed(bundle, "host", count, kv_len, _on_host(bundle, count, nodes, kv_len), Stream(count))
     with Runtime.open(path, threads, verify=False, device=device) as runtime:
         verifier = runtime.verifier

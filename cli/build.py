@@ -77,6 +77,9 @@ def build(
     tree_nodes: Annotated[
         int | None, typer.Option(help="TensorRT: at most this many nodes of a tree, its root included.")
     ] = None,
+    compute_capability: Annotated[
+        str | None, typer.Option(help="TensorRT for RTX: that of the GPUs to build for, such as 8.9; else the one here.")
+    ] = None,
     ignore_memory: Annotated[
         bool, typer.Option("--ignore-memory", help="TensorRT: build even if GPU or host memory seems too small.")
     ] = False,
@@ -104,7 +107,9 @@ def build(
         configs = []
         for one in asked:
             config = choose(recipe.build if recipe else BuildConfig(), one, backend, weights, max_model_len)
-            engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
+            engines = choose_tensorrt(
+                config, attention, embed_plugin, batch, tree_nodes, ignore_memory, compute_capability
+            )
             config = replace(config, tensorrt=engines)
             check_buildable(config)
             configs.append(replace(config, drafters=choose_drafters(config, drafter or (), report)))
@@ -141,7 +146,7 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
     from redraft.assembly.evaluation import held_out_texts
     from redraft.bench.prompts import read_text
 
-    if options == ["none"] or (not options and (config.precision in HALVES or config.backend == "tensorrt")):
+    if options == ["none"] or (not options and (config.precision in HALVES or config.for_tensorrt)):
         return {}
     if not options:
         return {kind: read_text(path) for kind, path in held_out_texts().items()}

@@ -23,6 +23,7 @@ class Backend(StrEnum):
 
     onnxruntime = "onnxruntime"
     tensorrt = "tensorrt"
+    tensorrt_rtx = "tensorrt-rtx"
 
 
 class Attention(StrEnum):
@@ -61,16 +62,22 @@ def choose(
 
 def choose_tensorrt(
     config: BuildConfig, attention: Attention | None, embed_plugin: bool, batch: int | None, tree_nodes: int | None,
-    ignore_memory: bool = False,
+    ignore_memory: bool = False, compute_capability: str | None = None,
 ) -> TensorRtBuild:  # fmt: skip
     """Return the recipe's engines overridden by the command line. Raises UsageError if another backend is chosen."""
     given = {
         "attention": attention and attention.value, "embed_plugin": embed_plugin or None, "batch": batch,
-        "tree_nodes": tree_nodes, "ignore_memory": ignore_memory or None,
+        "tree_nodes": tree_nodes, "ignore_memory": ignore_memory or None, "compute_capability": compute_capability,
     }  # fmt: skip
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if values and config.backend != "tensorrt":
+    if values and not config.for_tensorrt:
         raise UsageError(
             f"{option_flag(next(iter(values)))} is for TensorRT engines", "give --backend tensorrt with it"
         )
+    if config.backend == Backend.tensorrt_rtx:
+        if attention is Attention.plugin or embed_plugin:
+            raise UsageError("TensorRT for RTX takes no plugins", "leave --attention and --embed-plugin out")
+        values["attention"] = Attention.native.value
+    elif compute_capability is not None:
+        raise UsageError("TensorRT builds for the GPU here alone", "give --backend tensorrt-rtx with it")
     return replace(config.tensorrt, **values)

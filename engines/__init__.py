@@ -36,7 +36,7 @@ def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device
         raise UsageError(f"unknown device {name!r}", f"choose one of {', '.join(DEVICES)}")
     if name == "cpu":
         return HostDevice(bundle, threads)
-    if bundle.manifest.backend == "tensorrt":
+    if bundle.manifest.backend != "onnxruntime":
         from redraft.engines import tensorrt_device
 
         return tensorrt_device.open_tensorrt_device(bundle)

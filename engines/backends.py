@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from redraft.config import BuildConfig
-from redraft.engines.tensorrt.target import INSTALL
+from redraft.engines.tensorrt.products import PRODUCTS
 from redraft.engines.tensorrt.tools import find_tools
 from redraft.errors import BackendError
 
@@ -14,8 +14,12 @@ _INSTEAD = "build with --backend onnxruntime (BACKEND=onnxruntime)"
 
 def check_buildable(config: BuildConfig) -> None:
     """Raise BackendError naming the package to install if this machine cannot build this configuration."""
-    if config.backend != "tensorrt":
+    if not config.for_tensorrt:
         return
-    if find_spec("tensorrt") is None:
-        raise BackendError("backend tensorrt needs TensorRT, which is not installed", f"{INSTALL}, or {_INSTEAD}")
+    product = PRODUCTS[config.backend]
+    if find_spec(product.module) is None:
+        raise BackendError(
+            f"backend {product.backend} needs {product.title}, which is not installed",
+            f"{product.install}, or {_INSTEAD}",
+        )
     find_tools(config)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Buffer, Program, byte_size, check_bindings
 from redraft.engines.manifest import GraphRecord, rebuild_command
 from redraft.engines.tensorrt.plugin import LOG_PREFIX, load_plugin
+from redraft.engines.tensorrt.products import PRODUCTS
 from redraft.engines.tensorrt.target import check_same, find_target, import_tensorrt
 from redraft.errors import BackendError
 from redraft.names import Dtype, TensorSpec
 from redraft.plugins.library import find_kernels
+from redraft.user_cache import user_cache, write_bytes
 
 _LOG = logging.getLogger("redraft.tensorrt")
 _TYPES: Mapping[Dtype, str] = {
@@ -44,13 +47,20 @@ def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
     built = manifest.tensorrt
     if built is None:
         raise bundle.error("expected TensorRT engines, found none")
-    check_same(built, find_target(), rebuild_command(bundle.path, manifest.model.source))
-    tensorrt, cuda = import_tensorrt(), open_cuda()
+    product = PRODUCTS[manifest.backend]
+    check_same(built, find_target(product=product), rebuild_command(bundle.path, manifest.model.source))
+    tensorrt, cuda = import_tensorrt(product=product), open_cuda()
     if built.plugin_file:
         load_plugin(bundle.path / built.plugin_file, tensorrt)
     engines = {graph: bundle.path / engine.file for graph, engine in built.engines.items()}
     embedded = bool(built.plugin) and not built.plugin_file
-    return TensorRtDevice(bundle, engines, cuda, tensorrt, find_kernels(), embedded)
+    caches = runtime_caches() if product.ahead else None
+    return TensorRtDevice(bundle, engines, cuda, tensorrt, find_kernels(), embedded, caches)
+
+
+def runtime_caches() -> Path:
+    """Return the folder of what TensorRT for RTX compiled for the GPU here, a file for each engine."""
+    return user_cache() / "tensorrt-rtx"
 
 
 class TensorRtDevice(CudaDevice):
@@ -58,16 +68,19 @@ class TensorRtDevice(CudaDevice):
 
     engines: files by graph.   tensorrt: the Python package.   kernels: our kernels for the GPU, if they are built.
     embedded: the engines contain the plugin's library. TensorRT runs such engines only if that is allowed explicitly.
+    caches: folder of runtime caches of engines that were built ahead (`Product.ahead`), which are saved by `close`.
     """
 
     def __init__(
         self, bundle: Bundle, engines: Mapping[str, Path], cuda: Cuda, tensorrt: Any, kernels: Compact | None = None,
-        embedded: bool = False,
+        embedded: bool = False, caches: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(bundle, cuda, kernels)
         self.tensorrt = tensorrt
         self.failure = Failure(tensorrt)
         self._files = engines
+        self._caches = caches
+        self._compiled: dict[Path, Any] = {}
         try:
             self._runtime = tensorrt.Runtime(self.failure.logger)
         except TypeError:  # pybind11's for an object that is null
@@ -90,7 +103,29 @@ class TensorRtDevice(CudaDevice):
             raise self._bundle.error(f"TensorRT does not load the engine of {graph}: {self.failure.last}")
         if problem := next(_mismatches(self.tensorrt, engine, record), None):
             raise self._bundle.error(f"engine of {graph}: {problem}")
-        return EngineProgram(self, graph, record, engine)
+        return EngineProgram(self, graph, record, engine, self._contexts(graph, engine))
+
+    def _contexts(self, graph: str, engine: Any) -> Callable[[], Any]:
+        """Return a function that makes a context of an engine, with memory of ours for its scratch."""
+        strategy = self.tensorrt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._caches is None:
+            return partial(engine.create_execution_context, strategy)
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        file = self._caches / f"{self._bundle.manifest.files[self._files[graph].name].sha256}.cache"
+        cache = self._compiled[file] = config.create_runtime_cache()
+        with contextlib.suppress(OSError):  # one of another GPU, driver or version is refused, and written anew
+            cache.deserialize(file.read_bytes())
+        config.set_runtime_cache(cache)
+        return partial(engine.create_execution_context, config)
+
+    def close(self) -> None:
+        """See `Device.close`. Saves runtime caches; if that fails, the next opening compiles again."""
+        for file, cache in self._compiled.items():
+            with contextlib.suppress(OSError):
+                write_bytes(file, memoryview(cache.serialize()))
+        self._compiled.clear()
+        super().close()
 
     def _deserialized(self, graph: str) -> Any:
         """Read the engine through the file's pages: an engine of many GB need not be in the host's memory too."""
@@ -129,12 +164,15 @@ class Failure:
 class EngineProgram:
     """An engine, see `redraft.engines.device.Program`."""
 
-    def __init__(self, device: TensorRtDevice, graph: str, record: GraphRecord, engine: Any) -> None:
+    def __init__(
+        self, device: TensorRtDevice, graph: str, record: GraphRecord, engine: Any, context: Callable[[], Any]
+    ) -> None:
         self.inputs = record.inputs
         self.outputs = record.outputs
         self._device = device
         self._graph = graph
         self._engine = engine
+        self._context = context
         self._has = frozenset(engine.get_tensor_name(number) for number in range(engine.num_io_tensors))
         self._links = {name: cache for name in self._has if (cache := names.linked(name))}
         host = device.tensorrt.TensorLocation.HOST
@@ -146,8 +184,7 @@ class EngineProgram:
         """See `Program.bind`. Raises BackendError if no optimization profile takes the shapes."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         device, inputs = self._device, [spec for spec in self.inputs if spec.name in self._has]
-        strategy = device.tensorrt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
+        context = self._context()
         if context is None:
             raise BackendError(f"TensorRT creates no context of {self._graph}: {device.failure.last}")
         run = EngineRun(device, self._graph, context, not self._on_host, (self._scratch, dict(buffers)))

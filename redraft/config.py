@@ -18,7 +18,7 @@ ROUNDED_BY_PRODUCT: tuple[Precision, ...] = ("int8", "int4")
 """Precisions whose products ONNX Runtime rounds."""
 WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
-Backend = Literal["onnxruntime", "tensorrt"]
+Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 NATIVE_RELEASES = "10.15 or newer, except 11.1 and 11.2"
 """Releases of TensorRT whose own layers compute tree attention correctly."""
 DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
@@ -72,6 +72,8 @@ class TensorRtBuild:
     tree_nodes:    largest number of nodes in a tree, its root included.
     prefill:       largest number of prompt tokens in one call.
     ignore_memory: build even if the free memory of the GPU or the host seems too little.
+    compute_capability: that of the GPUs to build for, such as 8.9; only TensorRT for RTX builds for others than the one
+                   here.
     """
 
     attention: Literal["plugin", "native"] = "plugin"
@@ -80,6 +82,7 @@ class TensorRtBuild:
     tree_nodes: int = 64
     prefill: int = 128
     ignore_memory: bool = False
+    compute_capability: str = ""
 
     def __post_init__(self) -> None:
         if self.embed_plugin and self.attention == "native":
@@ -119,7 +122,12 @@ class BuildConfig:
         """Precision of all but weight-only quantized weights: fp32 on ONNX Runtime's CPU, fp16 in TensorRT."""
         if self.precision not in WEIGHT_ONLY:
             return self.precision
-        return "fp16" if self.backend == "tensorrt" else "fp32"
+        return "fp16" if self.for_tensorrt else "fp32"
+
+    @property
+    def for_tensorrt(self) -> bool:
+        """True for engines of TensorRT or of TensorRT for RTX."""
+        return self.backend != "onnxruntime"
 
     @property
     def rounds_products(self) -> bool:
@@ -130,10 +138,10 @@ class BuildConfig:
     def weight_only(self) -> Literal["int8", "int4", "fp8"] | None:
         """Weight type of TensorRT's DequantizeLinear, or None for ONNX Runtime, which has another operator."""
         kinds: dict[str, Literal["int8", "int4", "fp8"]] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
-        return kinds.get(self.precision) if self.backend == "tensorrt" else None
+        return kinds.get(self.precision) if self.for_tensorrt else None
 
     def __post_init__(self) -> None:
-        if self.precision == "fp8" and self.backend != "tensorrt":
+        if self.precision == "fp8" and not self.for_tensorrt:
             raise UsageError("fp8 weights are for TensorRT engines", "give --backend tensorrt, or --precision int8")
         if (self.target is not None or self.bits) and not self.rounds_products:
             raise UsageError(

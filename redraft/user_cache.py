@@ -1,4 +1,4 @@
-"""Small JSON files in the user's cache folder. A lost or damaged one costs time, never correctness."""
+"""Small files in the user's cache folder. A lost or damaged one costs time, never correctness."""
 
 from __future__ import annotations
 
@@ -32,11 +32,16 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 def write_object(path: Path, values: Mapping[str, Any]) -> None:
     """Write all of the file or nothing, so that no reader sees a part. Raises OSError."""
+    write_bytes(path, json.dumps(values).encode())
+
+
+def write_bytes(path: Path, data: bytes | memoryview) -> None:
+    """Write all of the file or nothing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(values, file)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -102,7 +102,7 @@ class Runtime:
         bundle = open_bundle(path, verify)
         _check_options(drafter_options, bundle)
         manifest = bundle.manifest
-        if device is None and manifest.backend == "tensorrt":
+        if device is None and manifest.tensorrt is not None:
             device = "cuda"
         largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
         if largest is not None:

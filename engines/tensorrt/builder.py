@@ -1,11 +1,12 @@
-"""Polygraphy's loaders over TensorRT's builder: a prepared graph to the bytes of an engine.
+"""TensorRT's builder: a prepared graph to the bytes of an engine.
 
-Names used here are in the Python bindings of 10.9 and of 11.x alike. Networks are strongly typed: the graph sets the
-types. Precision flags are not needed, and 11 has none.
+Names used here are in the Python bindings of 10.9, of 11.x and of TensorRT for RTX alike. Networks are strongly typed:
+the graph sets the types. Precision flags are not needed, and 11 has none.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,16 @@ from typing import Any
 
 from redraft.engines.tensorrt.plugin import load_plugin
 from redraft.engines.tensorrt.records import Profile
-from redraft.engines.tensorrt.target import import_tensorrt
+from redraft.engines.tensorrt.target import Target, import_tensorrt
 from redraft.errors import BackendError
 from redraft.interrupts import interrupts_deferred
 
 WORKSPACE_BYTES = 1 << 30
 """Scratch memory that the builder may let one engine use."""
-_PACKAGE = "run `pip install 'redraft[tensorrt]'`"
 _REFUSALS = (RuntimeError, TypeError)
 """TensorRT's bindings raise a RuntimeError for refused values, and pybind11 a TypeError for an object that is null."""
 _MESSAGE_CHARACTERS = 300
+_LOG = logging.getLogger("redraft.tensorrt")
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class EngineBuild:
     graph:         file of the prepared graph.
     plugin:        library of the plugin; None if the graph has no node for it.
     embed_plugin:  make the library part of the engine, which then must be version-compatible.
-    timing_cache:  file of measured kernel times, read and added to.
+    timing_cache:  file of measured kernel times, read and added to; none of an engine that is built ahead.
+    target:        the product, and the GPU of an engine that is built ahead.
     """
 
     graph: Path
     profiles: tuple[Profile, ...]
     timing_cache: Path
+    target: Target
     plugin: Path | None = None
     embed_plugin: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
@@ -70,49 +73,83 @@ class Settings:
 def build_engine(build: EngineBuild) -> memoryview:
     """Return the serialized engine in TensorRT's own memory. It is as large as the weights, and is not copied.
 
-    The caller must have found the driver (`driver`) before. Raises BackendError with TensorRT's own line.
+    For TensorRT the caller must have found the driver (`driver`) before. Raises BackendError with TensorRT's own line.
     """
-    tensorrt = import_tensorrt()
-    try:
-        from polygraphy.backend.trt import CreateConfig, EngineBytesFromNetwork, NetworkFromOnnxPath, PostprocessConfig
-        from polygraphy.exception import PolygraphyException
-    except ModuleNotFoundError as error:
-        raise BackendError(
-            f"building engines needs the package {error.name}, which is not installed", _PACKAGE
-        ) from None
-    _log_by_python()
+    product = build.target.product
+    tensorrt = import_tensorrt(product=product)
     if build.plugin is not None:
         load_plugin(build.plugin, tensorrt)
-    build.timing_cache.parent.mkdir(parents=True, exist_ok=True)
-    settings, errors = build.settings, _heard(tensorrt)
-    network = NetworkFromOnnxPath(str(build.graph), strongly_typed=settings.strongly_typed)
-    config = CreateConfig(
-        profiles=polygraphy_profiles(build.profiles),
-        load_timing_cache=str(build.timing_cache) if build.timing_cache.exists() else None,
-        memory_pool_limits={tensorrt.MemoryPoolType.WORKSPACE: settings.workspace_bytes},
-        version_compatible=settings.version_compatible,
-        max_aux_streams=settings.max_aux_streams,
-    )
+    logger = _logger(tensorrt)
+    logger.errors.clear()
     with interrupts_deferred() as came:
-        monitor = _monitor(tensorrt, came)
-        config = PostprocessConfig(config, lambda builder, network, config: _complete(config, build, monitor))
         try:
-            engine = EngineBytesFromNetwork(network, config, save_timing_cache=str(build.timing_cache))()
-        except (PolygraphyException, *_REFUSALS) as error:
-            line = " ".join((errors[-1] if errors else str(error)).split())[:_MESSAGE_CHARACTERS]
-            raise BackendError(f"TensorRT cannot build {build.graph.name}: {line}", "see its log above") from error
+            engine = _built(tensorrt, build, logger, came)
+        except _REFUSALS as error:
+            raise _refusal(build, logger.errors[-1] if logger.errors else str(error)) from error
     return memoryview(engine)
 
 
-def _log_by_python() -> None:
-    """Send Polygraphy's log to Python's logging. Polygraphy itself prints to the standard output, the place of JSON.
+def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) -> Any:
+    builder = tensorrt.Builder(logger)
+    network, _parser = parse(tensorrt, builder, logger, build)
+    config, settings = builder.create_builder_config(), build.settings
+    config.clear_flag(tensorrt.BuilderFlag.TF32)  # which TensorRT sets, and which rounds float32
+    config.profiling_verbosity = tensorrt.ProfilingVerbosity.DETAILED
+    for profile in build.profiles:
+        config.add_optimization_profile(_profile(builder.create_optimization_profile(), profile, network))
+    config.set_memory_pool_limit(tensorrt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
+    config.max_aux_streams = settings.max_aux_streams
+    if settings.version_compatible:
+        config.set_flag(tensorrt.BuilderFlag.VERSION_COMPATIBLE)
+    if build.embed_plugin and build.plugin is not None:
+        config.plugins_to_serialize = [str(build.plugin)]
+    config.progress_monitor = _monitor(tensorrt, came)
+    if build.target.product.ahead:
+        config.num_compute_capabilities = 1
+        name = f"SM{build.target.compute_capability.replace('.', '')}"
+        config.set_compute_capability(tensorrt.ComputeCapability.__members__[name], 0)
+    else:
+        times = build.timing_cache.read_bytes() if build.timing_cache.exists() else b""
+        config.set_timing_cache(config.create_timing_cache(times), False)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        raise _refusal(build, logger.errors[-1] if logger.errors else "no reason given")
+    if not build.target.product.ahead:
+        build.timing_cache.parent.mkdir(parents=True, exist_ok=True)
+        build.timing_cache.write_bytes(memoryview(config.get_timing_cache().serialize()))
+    return engine
 
-    Without handlers, Python writes warnings and errors to the standard error and drops the rest.
+
+def parse(tensorrt: Any, builder: Any, logger: Any, build: EngineBuild) -> tuple[Any, Any]:
+    """Return the graph as TensorRT's network, strongly typed, and the parser, which owns the network's weights.
+
+    Raises BackendError naming the node that is refused.
     """
-    from polygraphy.logger import G_LOGGER
+    network = builder.create_network(1 << int(tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = tensorrt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(build.graph)):
+        first = parser.get_error(0) if parser.num_errors else None
+        said = f"node {first.node_name()!r} ({first.node_operator()}): {first.desc()}" if first else logger.errors[-1]
+        raise _refusal(build, said)
+    return network, parser
 
-    G_LOGGER.use_python_logging_system = True
-    G_LOGGER.colors = False
+
+def _refusal(build: EngineBuild, said: str) -> BackendError:
+    line = " ".join(said.split())[:_MESSAGE_CHARACTERS]
+    return BackendError(f"{build.target.product.title} cannot build {build.graph.name}: {line}", "see its log above")
+
+
+def _profile(made: Any, profile: Profile, network: Any) -> Any:
+    """Set a profile's ranges: of shapes, and of the values of inputs that are sizes."""
+    values = {
+        value.name
+        for value in (network.get_input(number) for number in range(network.num_inputs))
+        if value.is_shape_tensor
+    }
+    for name, sizes in profile.inputs.items():
+        put = made.set_shape_input if name in values else made.set_shape
+        put(name, sizes.min, sizes.opt, sizes.max)
+    return made
 
 
 def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
@@ -130,44 +167,27 @@ def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
     return type("Monitor", (tensorrt.IProgressMonitor,), methods)()
 
 
-def _heard(tensorrt: Any) -> list[str]:
-    """Collects the errors that TensorRT logs from now on. Polygraphy logs them too, but raises its own sentence.
+def _logger(tensorrt: Any) -> Any:
+    """Return the logger of a product, which sends lines to Python's logging and stores errors in `errors`.
 
     One logger serves the process, since TensorRT keeps the first one for all later builds.
     """
-    from polygraphy.backend.trt import util
+    if tensorrt in _LOGGERS:
+        return _LOGGERS[tensorrt]
+    levels = {tensorrt.ILogger.VERBOSE: logging.DEBUG, tensorrt.ILogger.INFO: logging.DEBUG,
+              tensorrt.ILogger.WARNING: logging.INFO}  # fmt: skip
 
-    logger = util.get_trt_logger()
-    if not hasattr(logger, "errors"):
-        serious = (tensorrt.ILogger.INTERNAL_ERROR, tensorrt.ILogger.ERROR)
-        usual = type(logger)
+    def begin(logger: Any) -> None:
+        tensorrt.ILogger.__init__(logger)
 
-        def log(self: Any, severity: Any, message: str) -> None:
-            if severity in serious:
-                self.errors.append(message)
-            usual.log(self, severity, message)
+    def log(logger: Any, severity: Any, message: str) -> None:
+        level = levels.get(severity, logging.WARNING)
+        if level is logging.WARNING:
+            logger.errors.append(message)
+        _LOG.log(level, "%s", message)
 
-        logger = util.TRT_LOGGER = type("Logger", (usual,), {"log": log, "errors": []})()
-    logger.errors.clear()
-    errors: list[str] = logger.errors
-    return errors
-
-
-def _complete(config: Any, build: EngineBuild, monitor: Any) -> None:
-    """Set the parts that Polygraphy leaves out: the monitor that may cancel, and the plugin's library in the engine."""
-    config.progress_monitor = monitor
-    if build.embed_plugin and build.plugin is not None:
-        config.plugins_to_serialize = [str(build.plugin)]
+    kind = type("Logger", (tensorrt.ILogger,), {"__init__": begin, "log": log, "errors": []})
+    return _LOGGERS.setdefault(tensorrt, kind())
 
 
-def polygraphy_profiles(profiles: Sequence[Profile]) -> list[Any]:
-    """Return the profiles as Polygraphy's."""
-    from polygraphy.backend.trt import Profile as PolygraphyProfile
-
-    made = []
-    for profile in profiles:
-        ranges = PolygraphyProfile()
-        for name, sizes in profile.inputs.items():
-            ranges.add(name, min=sizes.min, opt=sizes.opt, max=sizes.max)
-        made.append(ranges)
-    return made
+_LOGGERS: dict[Any, Any] = {}

@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 from redraft.engines.digests import text_digest
@@ -47,17 +46,9 @@ def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str
     """
     settings = repr((build.profiles, build.settings))
     return text_digest(
-        graph.hex(), *sorted(weights), target.version, target.gpu.name, target.compute_capability, plugin, settings,
-        _polygraphy(),
+        graph.hex(), *sorted(weights), target.product.title, target.version, target.gpu.name, target.compute_capability, plugin,
+        settings,
     )  # fmt: skip
-
-
-def _polygraphy() -> str:
-    """Return Polygraphy's version, since its defaults change engines. Without Polygraphy nothing is built."""
-    try:
-        return metadata.version("polygraphy")
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def has(key: str, folder: Path | None = None) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from redraft.engines.tensorrt.operators import SINCE, Release
+from redraft.engines.tensorrt.operators import Release, lacks
 from redraft.engines.tensorrt.rewrite import Rewriter
 
 
@@ -25,10 +25,10 @@ def expand(model: ir.Model, release: Release) -> None:
 
     Types and shapes that the graph lacks are inferred, also in bodies of functions.
     """
-    lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
+    lacking = [node for node in model.graph if node.op_type in _FORMS and lacks(node.op_type, release)]
     if any(node.inputs[0] is None or node.inputs[0].dtype is None for node in lacking):
         common.ShapeInferencePass()(model)
-        lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
+        lacking = [node for node in model.graph if node.op_type in _FORMS and lacks(node.op_type, release)]
     for node in lacking:
         _FORMS[node.op_type](Rewriter(model.graph, node), node)
 

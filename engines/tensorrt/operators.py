@@ -1,18 +1,24 @@
-"""Operators of TensorRT's ONNX parser, by version, and the check of a graph against them before a build.
+"""Operators of TensorRT's ONNX parsers, and the check of a graph against them before a build.
 
-The source is onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2. Later versions count as the last one.
-Where the parser of TensorRT for RTX 1.7.1 answers otherwise, its answer counts: it takes Equal and Pad of bool, and
-refuses NonZero and a Cast to uint8.
+TensorRT's are from onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2. Later versions count as the last
+one. Those of TensorRT for RTX are its parser's own answers (operators_rtx.json, `experiments.tensorrt_operators`). Its
+parser is also the only one that was asked: a type that it takes, and that TensorRT's documentation lacks, is no error
+there, but for quantized types.
+A release is a major and a minor version: from 10 on of TensorRT, 1 of TensorRT for RTX.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 
 import onnx
 from onnx import NodeProto, TensorProto, helper
 
 from redraft.engines.tensorrt import plugin
+from redraft.engines.tensorrt.products import RTX, TENSORRT
 from redraft.engines.tensorrt.target import NATIVE_FROM
 from redraft.errors import BackendError
 
@@ -38,13 +44,13 @@ _TYPES: Mapping[frozenset[int], str] = {
         Swish Tan Tanh ThresholdedRelu Upsample Attention
     """,
     _NUMBERS: """
-        Abs Add ArgMax ArgMin DepthToSpace Div Gelu Greater GreaterOrEqual IsNaN Less LessOrEqual Max Mean
-        Min Mod Mul Neg Pow Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
+        Abs Add ArgMax ArgMin DepthToSpace Div Equal Gelu Greater GreaterOrEqual IsNaN Less LessOrEqual Max Mean
+        Min Mod Mul Neg Pad Pow Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
         ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Scatter ScatterElements ScatterND Shrink Sign
         SpaceToDepth Sub Sum TopK
     """,
     _VALUES: """
-        Concat Equal Expand EyeLike Flatten Gather GatherElements GatherND Identity If Loop OneHot Pad Reshape
+        Concat Expand EyeLike Flatten Gather GatherElements GatherND Identity If Loop OneHot Reshape
         ReverseSequence Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze Where
     """,
     _CASTS: "Cast CastLike",
@@ -56,7 +62,8 @@ _TYPES: Mapping[frozenset[int], str] = {
 SUPPORTED: Mapping[str, frozenset[int]] = {
     operator: types for types, listed in _TYPES.items() for operator in listed.split()
 } | {"Constant": frozenset(), "ConstantOfShape": frozenset()}
-"""Element types of the data input by operator; empty for any type."""
+"""Element types of the data input by operator in TensorRT's documentation; empty for any type."""
+RTX_FILE = Path(__file__).with_name("operators_rtx.json")
 
 SINCE: Mapping[str, Release] = {
     "Attention": (10, 14), "RMSNormalization": (10, 15), "RotaryEmbedding": (10, 15), "TensorScatter": NATIVE_FROM,
@@ -69,11 +76,31 @@ _MOST_TOPK = 3839
 _SCATTER_RANK = 4
 
 
+@cache
+def rtx_types() -> Mapping[str, frozenset[int]]:
+    """Return the element types by operator that the parser of TensorRT for RTX took."""
+    found = json.loads(RTX_FILE.read_bytes())["types"]
+    made = {name: frozenset(map(TensorProto.DataType.Value, kinds)) for name, kinds in found.items() if kinds}
+    return {**made, "Constant": frozenset(), "ConstantOfShape": frozenset()}
+
+
+def of_rtx(release: Release) -> bool:
+    """Return True for a release of TensorRT for RTX."""
+    return release < TENSORRT.oldest
+
+
+def lacks(operator: str, release: Release) -> bool:
+    """Return True if the parser does not know an operator that later ones, or others, know."""
+    if of_rtx(release):
+        return operator not in rtx_types()
+    return SINCE.get(operator, (0, 0)) > release
+
+
 def check(graph: str, model: onnx.ModelProto, release: Release) -> None:
     """Raise BackendError naming the first node of the prepared graph that the parser of `release` does not take."""
     for line in problems(model, release):
-        version = ".".join(map(str, release))
-        raise BackendError(f"{graph}: {line}, which the ONNX parser of TensorRT {version} does not take", _hint(line))
+        title = f"{(RTX if of_rtx(release) else TENSORRT).title} {'.'.join(map(str, release))}"
+        raise BackendError(f"{graph}: {line}, which the ONNX parser of {title} does not take", _hint(line, release))
 
 
 def problems(model: onnx.ModelProto, release: Release) -> Iterator[str]:
@@ -99,13 +126,18 @@ def _problem(
     """Return the problem with a node: empty if the parser does not know the operator at all, None without a problem."""
     if node.op_type == plugin.NAME and node.domain == "":
         return None
-    if node.domain not in ("", "ai.onnx") or node.op_type not in SUPPORTED:
+    rtx = rtx_types()
+    listed = rtx if of_rtx(release) else SUPPORTED
+    if node.domain not in ("", "ai.onnx") or node.op_type not in listed:
         return ""
-    if (since := SINCE.get(node.op_type, (0, 0))) > release:
+    if not of_rtx(release) and lacks(node.op_type, release):
+        since = SINCE[node.op_type]
         return f" (known from {since[0]}.{since[1]})"
     data = _DATA_INPUT.get(node.op_type, 0)
     name = node.input[data] if len(node.input) > data else ""
-    allowed, found = SUPPORTED[node.op_type], types.get(name)
+    allowed, found = listed[node.op_type], types.get(name)
+    if allowed and not of_rtx(release):
+        allowed |= rtx.get(node.op_type, frozenset()) - _QUANTIZED
     if allowed and found is not None and found not in allowed:
         return f" of {helper.tensor_dtype_to_string(found).removeprefix('TensorProto.').lower()}"
     limit = _LIMITS.get(node.op_type)
@@ -180,11 +212,11 @@ def _types(graph: onnx.GraphProto) -> dict[str, int]:
     return {**found, **{tensor.name: tensor.data_type for tensor in graph.initializer}}
 
 
-def _hint(line: str) -> str:
+def _hint(line: str, release: Release) -> str:
     if "MatMulNBits" in line:
         return "build with --backend tensorrt, which quantizes by DequantizeLinear"
     if " of uint8" in line or " of int8" in line:
         return "build the drafter with token_info=fp16"
-    if "Attention" in line or "TensorScatter" in line:
+    if ("Attention" in line or "TensorScatter" in line) and not of_rtx(release):
         return "build with --attention plugin"
     return "use a newer TensorRT, or build with --backend onnxruntime"

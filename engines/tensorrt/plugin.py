@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from redraft.engines.digests import file_digest
-from redraft.engines.tensorrt.target import import_tensorrt
 from redraft.errors import BackendError
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "plugins"
@@ -56,12 +55,12 @@ def find_plugin(major: int, folder: Path = FOLDER, environment: Mapping[str, str
     return Plugin(path, file_digest(path))
 
 
-def load_plugin(library: Path, tensorrt: Any = None) -> None:
+def load_plugin(library: Path, tensorrt: Any) -> None:
     """Register the plugin's creator with TensorRT, which takes it once a process. An earlier registration stays.
 
     Raises BackendError if it is refused.
     """
-    registry = (tensorrt or import_tensorrt()).get_plugin_registry()
+    registry = tensorrt.get_plugin_registry()
     if registry is not None and registry.get_creator(NAME, VERSION, NAMESPACE) is not None:
         return
     if registry is None or registry.load_library(str(library)) is None:

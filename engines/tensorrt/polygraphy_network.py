@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.engines.tensorrt.plugin import VARIABLE, load_plugin
+from redraft.engines.tensorrt.target import import_tensorrt
 
 GRAPH_VARIABLE = "REDRAFT_GRAPH"
 
@@ -19,5 +20,5 @@ def load_network() -> Any:
     """Return builder, network and parser; Polygraphy calls this name."""
     from polygraphy.backend.trt import network_from_onnx_path
 
-    load_plugin(Path(os.environ[VARIABLE]))
+    load_plugin(Path(os.environ[VARIABLE]), import_tensorrt())
     return network_from_onnx_path(os.environ[GRAPH_VARIABLE], strongly_typed=True)

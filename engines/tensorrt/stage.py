@@ -75,7 +75,7 @@ def stage_engines(
         for graph, spec in drafter.engine_graphs.items():
             symbols[graph] = drafter_symbols(spec, drafter.method.spare_rows, limits)
     graphs = {graph: manifest.all_graphs[graph] for graph in symbols}
-    report("preparing graphs for TensorRT")
+    report(f"preparing graphs for {target.product.title}")
     copies = {graph: copied_bytes(ir.load(folder / record.file)) for graph, record in graphs.items()}
     check_disk("copies of merged weights", {graph: size for graph, size in copies.items() if size}, folder)
     prepared = {
@@ -95,6 +95,7 @@ def stage_engines(
             folder / graph_file(graph),
             profiles_of(symbols[graph], record.inputs, limits, options.attention == "native"),
             timing,
+            target,
             plugin.path if plugin else None,
             options.embed_plugin,
         )
@@ -143,7 +144,8 @@ def _check_fits(
     check_disk("the engines", {graph: need.weights for graph, need in written.items()}, folder)
     if not options.ignore_memory:
         check_host(built, available_bytes())
-        check_memory(needs, gpu.free_bytes, gpu.name)
+        if gpu.total_bytes:  # that of an engine that is built ahead is not known
+            check_memory(needs, gpu.free_bytes, gpu.name)
 
 
 def _key(folder: Path, one: EngineBuild, prepared: onnx.ModelProto, tools: Tools) -> str:

@@ -1,4 +1,4 @@
-"""The TensorRT version and the GPU that engines are built for on this machine. An engine runs with no other."""
+"""The TensorRT version and the GPU that engines are built for. An engine runs with no other."""
 
 from __future__ import annotations
 
@@ -11,29 +11,27 @@ from typing import Any
 
 from redraft.config import NATIVE_RELEASES, Precision
 from redraft.engines.tensorrt.driver import Gpu, find_gpu
+from redraft.engines.tensorrt.products import TENSORRT, Product
 from redraft.engines.tensorrt.records import TensorRtRecord
-from redraft.errors import BackendError
+from redraft.errors import BackendError, UsageError
 
-OLDEST, NEWEST_MAJOR = (10, 9), 11
 FP8_CAPABILITY = (8, 9)
 NATIVE_FROM = (10, 15)
 STALE_RELEASES = ((11, 1), (11, 2))
 """Releases with attention layers that were seen to read rows of a KV buffer past `kv_len`."""
-PACKAGE = f"tensorrt>={OLDEST[0]}.{OLDEST[1]},<{NEWEST_MAJOR + 1}"
-"""The package to install by pip."""
-INSTALL = f"run `pip install '{PACKAGE}'`, or use NVIDIA's container"
 
 
 @dataclass(frozen=True)
 class Target:
-    """`version` is TensorRT's, in full."""
+    """`version` is the product's, in full. Engines that are built ahead have a GPU of unknown name and memory."""
 
     version: str
     gpu: Gpu
+    product: Product = TENSORRT
 
     @property
     def release(self) -> tuple[int, int]:
-        """Major and minor version of TensorRT."""
+        """Major and minor version: from 10 on of TensorRT, 1 of TensorRT for RTX."""
         return parse_version(self.version)
 
     @property
@@ -46,20 +44,56 @@ def parse_version(text: str) -> tuple[int, int]:
     """Return (10, 13) of 10.13.3.9. Raises BackendError for a text that does not begin like a version."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if not match:
-        raise BackendError(f"TensorRT has the unknown version {text!r}", INSTALL)
+        raise BackendError(f"TensorRT has the unknown version {text!r}", TENSORRT.install)
     return int(match[1]), int(match[2])
 
 
 def find_target(
-    gpu: Callable[[], Gpu] = find_gpu, load: Callable[[str], ModuleType] = importlib.import_module
-) -> Target:
-    """Return the GPU and TensorRT. Raises BackendError if one is missing or the version is not supported."""
-    found = gpu()
-    version = str(import_tensorrt(load).__version__)
+    gpu: Callable[[], Gpu] = find_gpu, load: Callable[[str], ModuleType] = importlib.import_module,
+    product: Product = TENSORRT, capability: str = "",
+) -> Target:  # fmt: skip
+    """Return the GPU and TensorRT. Raises BackendError if one is missing or the version is not supported.
+
+    capability: compute capability that a product builds ahead for, such as 8.9; "" is that of the GPU here.
+    """
+    found = _ahead(gpu, capability) if product.ahead else gpu()
+    tensorrt = import_tensorrt(load, product)
+    version = str(tensorrt.__version__)
     release = parse_version(version)
-    if release < OLDEST or release[0] > NEWEST_MAJOR:
-        raise BackendError(f"expected TensorRT {OLDEST[0]}.{OLDEST[1]} to {NEWEST_MAJOR}.x, found {version}", INSTALL)
-    return Target(version, found)
+    if release < product.oldest or release[0] > product.newest_major:
+        oldest = ".".join(map(str, product.oldest))
+        raise BackendError(
+            f"expected {product.title} {oldest} to {product.newest_major}.x, found {version}", product.install
+        )
+    target = Target(version, found, product)
+    if product.ahead and (known := capabilities(tensorrt)) and target.compute_capability not in known:
+        raise BackendError(
+            f"{product.title} {version} builds for no GPU of compute capability {target.compute_capability}",
+            f"give --compute-capability {', '.join(known)}",
+        )
+    return target
+
+
+def _ahead(gpu: Callable[[], Gpu], capability: str) -> Gpu:
+    """Return any GPU of a compute capability, or of that of the GPU here."""
+    if not capability:
+        try:
+            found = gpu().compute_capability
+        except BackendError as error:
+            raise BackendError(
+                f"no GPU here to build for: {error.message}", "name its kind, such as --compute-capability 8.9"
+            ) from None
+    elif match := re.fullmatch(r"(\d+)\.(\d+)", capability):
+        found = int(match[1]), int(match[2])
+    else:
+        raise UsageError(f"--compute-capability {capability!r}: expected a number such as 8.9")
+    return Gpu(f"any GPU of compute capability {'.'.join(map(str, found))}", found, 0, 0)
+
+
+def capabilities(tensorrt: Any) -> list[str]:
+    """Return the compute capabilities that a product builds ahead for, oldest first, such as 8.9."""
+    numbers = [re.fullmatch(r"SM(\d+)(\d)", name) for name in tensorrt.ComputeCapability.__members__]
+    return [f"{match[1]}.{match[2]}" for match in numbers if match]
 
 
 def check_precision(precision: Precision, gpu: Gpu) -> None:
@@ -68,12 +102,14 @@ def check_precision(precision: Precision, gpu: Gpu) -> None:
         needed, found = (".".join(map(str, each)) for each in (FP8_CAPABILITY, gpu.compute_capability))
         raise BackendError(
             f"fp8 weights need a GPU of compute capability {needed} or newer, found {gpu.name} of {found}",
-            "build with --precision int8, or on a newer GPU",
+            "build with --precision int8, or for a newer GPU",
         )
 
 
 def check_native(release: tuple[int, int]) -> None:
     """Raise BackendError if this TensorRT's own layers do not compute tree attention (NATIVE_RELEASES)."""
+    if release < TENSORRT.oldest:
+        return  # TensorRT for RTX has both
     version = ".".join(map(str, release))
     hint = f"build with --attention plugin, or use {NATIVE_RELEASES}"
     if release < NATIVE_FROM:
@@ -82,24 +118,27 @@ def check_native(release: tuple[int, int]) -> None:
         raise BackendError(f"TensorRT {version} may read rows of KV buffers that are not live", hint)
 
 
-def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module) -> Any:
-    """Return TensorRT's Python package. Raises BackendError if it or a library of it is missing."""
+def import_tensorrt(
+    load: Callable[[str], ModuleType] = importlib.import_module, product: Product = TENSORRT
+) -> Any:
+    """Return the product's Python package. Raises BackendError if it or a library of it is missing."""
     try:
-        return load("tensorrt")
+        return load(product.module)
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"backend tensorrt needs the package {error.name}, which is not installed", INSTALL
+            f"backend {product.backend} needs the package {error.name}, which is not installed", product.install
         ) from None
     except (ImportError, OSError) as error:
-        raise BackendError(f"TensorRT does not load: {error}", INSTALL) from None
+        raise BackendError(f"{product.title} does not load: {error}", product.install) from None
 
 
 def check_same(record: TensorRtRecord, here: Target, rebuild: str) -> None:
     """Raise BackendError if engines were built for another TensorRT or GPU than `here`. `rebuild` is the hint."""
     built = (record.version, record.gpu, record.compute_capability)
     if built != (here.version, here.gpu.name, here.compute_capability):
+        title = here.product.title
         raise BackendError(
-            f"the engines are for TensorRT {built[0]} on {built[1]} ({built[2]}), "
-            f"found TensorRT {here.version} on {here.gpu.name} ({here.compute_capability})",
+            f"the engines are for {title} {built[0]} on {built[1]} ({built[2]}), "
+            f"found {title} {here.version} on {here.gpu.name} ({here.compute_capability})",
             rebuild,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from redraft.config import BuildConfig
 from redraft.engines.tensorrt.plugin import Plugin, find_plugin
+from redraft.engines.tensorrt.products import PRODUCTS
 from redraft.engines.tensorrt.target import Target, check_native, check_precision, find_target
 
 
@@ -24,9 +25,10 @@ class Tools:
 
 def find_tools(config: BuildConfig) -> Tools:
     """Return GPU, TensorRT and plugin. Raises BackendError if one is missing or does not support the build."""
-    target = find_target()
+    product = PRODUCTS[config.backend]
+    target = find_target(product=product, capability=config.tensorrt.compute_capability)
     check_precision(config.precision, target.gpu)
-    if config.tensorrt.attention == "plugin":
+    if config.tensorrt.attention == "plugin" and not product.ahead:
         return Tools(target, find_plugin(target.release[0]))
     check_native(target.release)
     return Tools(target, None)

@@ -6,8 +6,7 @@ import torch
 
 CERTAIN, LESS = -(2.0**-20), 1 + 2.0**-22
 """A child's joint log probability is at most its parent's times LESS, plus CERTAIN. So float32 has it below its
-parent's, however sure the drafter is. Which of equal numbers a TopK takes first is left to each library: ONNX Runtime's on CUDA does
-not take the first."""
+parent's, however sure the drafter is. Which of equal numbers a TopK takes first is left to each library."""
 
 
 def below(parents: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

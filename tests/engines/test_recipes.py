@@ -12,7 +12,7 @@ from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import backends, recipes
 from redraft.engines.backends import check_buildable
 from redraft.engines.recipes import PackageFile, load_recipe, recipe_names
-from redraft.engines.tensorrt.target import INSTALL
+from redraft.engines.tensorrt.products import TENSORRT
 from redraft.errors import BackendError, UsageError
 from redraft.export.drafters.lyanna import configuration_of
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
@@ -217,7 +217,7 @@ def test_budget_and_draft_vocabulary_are_the_papers(name):
 def test_without_tensorrt_its_backend_names_the_package_to_install(monkeypatch):
     check_buildable(BuildConfig())
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=f"not installed; {re.escape(INSTALL)}, or build with --backend"):
+    with pytest.raises(BackendError, match=f"not installed; {re.escape(TENSORRT.install)}, or build with --backend"):
         check_buildable(BuildConfig(backend="tensorrt"))
 
 
