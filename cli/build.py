@@ -78,7 +78,7 @@ def build(
         int | None, typer.Option(help="TensorRT: at most this many nodes of a tree, its root included.")
     ] = None,
     compute_capability: Annotated[
-        str | None, typer.Option(help="TensorRT for RTX: that of the GPUs to build for, such as 8.9; else the one here.")
+        str | None, typer.Option(help="TensorRT for RTX: that of the GPUs to build for, such as 8.9; else that here.")
     ] = None,
     ignore_memory: Annotated[
         bool, typer.Option("--ignore-memory", help="TensorRT: build even if GPU or host memory seems too small.")

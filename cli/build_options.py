@@ -74,7 +74,7 @@ def choose_tensorrt(
         raise UsageError(
             f"{option_flag(next(iter(values)))} is for TensorRT engines", "give --backend tensorrt with it"
         )
-    if config.backend == Backend.tensorrt_rtx:
+    if config.backend == "tensorrt-rtx":
         if attention is Attention.plugin or embed_plugin:
             raise UsageError("TensorRT for RTX takes no plugins", "leave --attention and --embed-plugin out")
         values["attention"] = Attention.native.value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -23,19 +23,17 @@ from redraft.engines.cuda import Cuda, Memory, open_cuda
 from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Buffer, Program, byte_size, check_bindings
 from redraft.engines.manifest import GraphRecord, rebuild_command
+from redraft.engines.tensorrt.driver import find_gpu
 from redraft.engines.tensorrt.plugin import LOG_PREFIX, load_plugin
 from redraft.engines.tensorrt.products import PRODUCTS
+from redraft.engines.tensorrt.signature import differences
 from redraft.engines.tensorrt.target import check_same, find_target, import_tensorrt
 from redraft.errors import BackendError
-from redraft.names import Dtype, TensorSpec
+from redraft.names import TensorSpec
 from redraft.plugins.library import find_kernels
 from redraft.user_cache import user_cache, write_bytes
 
 _LOG = logging.getLogger("redraft.tensorrt")
-_TYPES: Mapping[Dtype, str] = {
-    "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8", "uint8": "UINT8", "float32": "FLOAT",
-    "float16": "HALF", "bfloat16": "BF16",
-}  # fmt: skip
 
 
 def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
@@ -48,7 +46,8 @@ def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
     if built is None:
         raise bundle.error("expected TensorRT engines, found none")
     product = PRODUCTS[manifest.backend]
-    check_same(built, find_target(product=product), rebuild_command(bundle.path, manifest.model.source))
+    gpu = find_gpu()
+    check_same(built, find_target(lambda: gpu, product=product), rebuild_command(bundle.path, manifest.model.source))
     tensorrt, cuda = import_tensorrt(product=product), open_cuda()
     if built.plugin_file:
         load_plugin(bundle.path / built.plugin_file, tensorrt)
@@ -101,7 +100,9 @@ class TensorRtDevice(CudaDevice):
         engine = self._deserialized(graph)
         if engine is None:
             raise self._bundle.error(f"TensorRT does not load the engine of {graph}: {self.failure.last}")
-        if problem := next(_mismatches(self.tensorrt, engine, record), None):
+        tensors = (engine.get_tensor_name(number) for number in range(engine.num_io_tensors))
+        types = {name: engine.get_tensor_dtype(name) for name in tensors}
+        if problem := next(differences(self.tensorrt, types, record.inputs, record.outputs), None):
             raise self._bundle.error(f"engine of {graph}: {problem}")
         return EngineProgram(self, graph, record, engine, self._contexts(graph, engine))
 
@@ -281,21 +282,3 @@ def _holds(profile: Sequence[Any], shape: tuple[int, ...]) -> bool:
     """Return True if a profile's range (smallest, tuned for, largest) of a tensor holds `shape`."""
     least, _, most = (tuple(sizes) for sizes in profile)
     return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
-
-
-def _mismatches(tensorrt: Any, engine: Any, record: GraphRecord) -> Iterator[str]:
-    """Yield lines on tensors that differ between engine and manifest. Inputs that nothing reads may be missing."""
-    found = {engine.get_tensor_name(number) for number in range(engine.num_io_tensors)}
-    for spec in (*record.inputs, *record.outputs):
-        if spec.name not in found:
-            if spec in record.outputs:
-                yield f"expected tensor {spec.name}, found none"
-            continue
-        found.remove(spec.name)
-        dtype = engine.get_tensor_dtype(spec.name)
-        if dtype != getattr(tensorrt.DataType, _TYPES[spec.dtype]):
-            yield f"expected {spec.name} {spec.dtype}, found {dtype}"
-    updated = {spec.in_place_of for spec in record.outputs}
-    for name in sorted(found):
-        if names.linked(name) not in updated:
-            yield f"unexpected tensor {name}"

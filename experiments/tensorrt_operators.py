@@ -4,8 +4,8 @@
     python -m experiments.tensorrt_operators [--write]
 
 Makes a graph of one node for each operator of `_NODES` and each element type, parses it, and builds it ahead of time:
-the parser alone takes int8 nearly everywhere. --write puts the answers in engines/tensorrt/operators_rtx.json, which the
-check of graphs reads. Prints them, and where they differ from the documentation of TensorRT
+the parser alone takes int8 nearly everywhere. --write puts the answers in engines/tensorrt/operators_rtx.json, which
+the check of graphs reads. Prints them, and where they differ from the documentation of TensorRT
 (`redraft.engines.tensorrt.operators.SUPPORTED`).
 """
 
@@ -29,7 +29,9 @@ OPSET = 24
 TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT32", "INT64", "BOOL", "UINT8", "INT8", "INT4", "FLOAT8E4M3FN")
 _AXIS, _ONE, _SHAPE = np.array([1]), np.array(1), np.array([3, 2])
 _ROWS, _PAIRS = np.zeros((2, 3), np.int64), np.zeros((2, 1), np.int64)
-_UNARY = "Abs Cos Exp Identity IsNaN Log Neg Not Reciprocal Relu Shape Sigmoid Sin Softplus Sqrt Tanh Transpose Size Erf"
+_UNARY = (
+    "Abs Cos Exp Identity IsNaN Log Neg Not Reciprocal Relu Shape Sigmoid Sin Softplus Sqrt Tanh Transpose Size Erf"
+)
 _BINARY = "Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mul Or Pow Sub"
 _REDUCE = "ReduceMax ReduceMean ReduceMin ReduceSum"
 _NODES: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -47,8 +49,10 @@ _NODES: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "RMSNormalization": (("x", "row"), {}), "Range": (("zero", "three", "one"), {}),
     "Reshape": (("x", _SHAPE), {}), "RotaryEmbedding": (("four", "table", "table", np.zeros((1, 2), np.int64)), {}),
     "ScatterElements": (("x", _ROWS, "y"), {}), "ScatterND": (("x", _PAIRS, "y"), {}),
-    "Slice": (("x", np.array([0]), np.array([1]), np.array([0])), {}), "Softmax": (("x",), {}), "Split": (("x",), {"num_outputs": 2}),
-    "Squeeze": (("thin", np.array([0])), {}), "Swish": (("x",), {}), "TensorScatter": (("four", "rows", np.array([0])), {}),
+    "Slice": (("x", np.array([0]), np.array([1]), np.array([0])), {}), "Softmax": (("x",), {}),
+    "Split": (("x",), {"num_outputs": 2}),
+    "Squeeze": (("thin", np.array([0])), {}), "Swish": (("x",), {}),
+    "TensorScatter": (("four", "rows", np.array([0])), {}),
     "Tile": (("x", np.array([2, 1])), {}), "TopK": (("x", _AXIS), {}), "Trilu": (("x",), {}),
     "Unsqueeze": (("x", np.array([0])), {}), "Where": ((np.ones((2, 3), bool), "x", "y"), {}),
     "BitShift": (("x", "y"), {"direction": "LEFT"}), "BitwiseAnd": (("x", "y"), {}),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.engines.tensorrt import target
+from redraft.engines.tensorrt.products import PACKAGE, TENSORRT
 from redraft.packages import extra_of, gpu_requirement, package_version
 
 
@@ -46,6 +46,6 @@ def test_the_documentation_and_errors_name_the_same_packages(root: Path) -> None
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pin = next(line.partition("==")[2] for line in project["dependencies"] if line.startswith("onnxruntime=="))
     page = (root / "docs/building.md").read_text(encoding="utf-8")
-    for asked in (target.PACKAGE, gpu_requirement("onnxruntime", pin)):
+    for asked in (PACKAGE, gpu_requirement("onnxruntime", pin)):
         assert f"pip install '{asked}'" in page
-    assert target.PACKAGE in target.INSTALL
+    assert PACKAGE in TENSORRT.install

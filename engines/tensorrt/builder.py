@@ -14,9 +14,11 @@ from typing import Any
 
 from redraft.engines.tensorrt.plugin import load_plugin
 from redraft.engines.tensorrt.records import Profile
+from redraft.engines.tensorrt.signature import network_differences
 from redraft.engines.tensorrt.target import Target, import_tensorrt
 from redraft.errors import BackendError
 from redraft.interrupts import interrupts_deferred
+from redraft.names import TensorSpec
 
 WORKSPACE_BYTES = 1 << 30
 """Scratch memory that the builder may let one engine use."""
@@ -35,12 +37,15 @@ class EngineBuild:
     embed_plugin:  make the library part of the engine, which then must be version-compatible.
     timing_cache:  file of measured kernel times, read and added to; none of an engine that is built ahead.
     target:        the product, and the GPU of an engine that is built ahead.
+    inputs, outputs: the graph's, which the network must have.
     """
 
     graph: Path
     profiles: tuple[Profile, ...]
     timing_cache: Path
     target: Target
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     plugin: Path | None = None
     embed_plugin: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
@@ -95,8 +100,12 @@ def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) 
     config, settings = builder.create_builder_config(), build.settings
     config.clear_flag(tensorrt.BuilderFlag.TF32)  # which TensorRT sets, and which rounds float32
     config.profiling_verbosity = tensorrt.ProfilingVerbosity.DETAILED
-    for profile in build.profiles:
-        config.add_optimization_profile(_profile(builder.create_optimization_profile(), profile, network))
+    profiles = [_profile(builder.create_optimization_profile(), profile, network) for profile in build.profiles]
+    for profile in profiles:
+        config.add_optimization_profile(profile)
+    lines = network_differences(tensorrt, network, build.inputs, build.outputs, build.profiles, profiles)
+    if problem := next(lines, None):
+        raise _refusal(build, problem)
     config.set_memory_pool_limit(tensorrt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
     config.max_aux_streams = settings.max_aux_streams
     if settings.version_compatible:

@@ -46,8 +46,8 @@ def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str
     """
     settings = repr((build.profiles, build.settings))
     return text_digest(
-        graph.hex(), *sorted(weights), target.product.title, target.version, target.gpu.name, target.compute_capability, plugin,
-        settings,
+        graph.hex(), *sorted(weights), target.product.title, target.version, target.gpu.name, target.compute_capability,
+        plugin, settings,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Operators spelled out: RMS normalization and rotary embedding for parsers that do not know them, maxima beside hashes.
+"""Operators spelled out: RMS normalization and rotary embedding for parsers that lack them, and maxima beside hashes.
 
 RMSNormalization (opset 23): y = x / sqrt(mean(x²) + epsilon) * gain, the mean over the last axis and in float32.
 RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b cos + a sin); later entries are kept.

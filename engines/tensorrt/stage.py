@@ -96,6 +96,8 @@ def stage_engines(
             profiles_of(symbols[graph], record.inputs, limits, options.attention == "native"),
             timing,
             target,
+            record.inputs,
+            record.outputs,
             plugin.path if plugin else None,
             options.embed_plugin,
         )

@@ -118,9 +118,7 @@ def check_native(release: tuple[int, int]) -> None:
         raise BackendError(f"TensorRT {version} may read rows of KV buffers that are not live", hint)
 
 
-def import_tensorrt(
-    load: Callable[[str], ModuleType] = importlib.import_module, product: Product = TENSORRT
-) -> Any:
+def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module, product: Product = TENSORRT) -> Any:
     """Return the product's Python package. Raises BackendError if it or a library of it is missing."""
     try:
         return load(product.module)

@@ -7,6 +7,9 @@ import torch
 CERTAIN, LESS = -(2.0**-20), 1 + 2.0**-22
 """A child's joint log probability is at most its parent's times LESS, plus CERTAIN. So float32 has it below its
 parent's, however sure the drafter is. Which of equal numbers a TopK takes first is left to each library."""
+IMPOSSIBLE = -1e30
+"""The joint log probability of a node that does not count. Not -inf: ONNX Runtime's TopK on CUDA fills up its
+rows with the smallest float32, which would come before it, with indices past the end."""
 
 
 def below(parents: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

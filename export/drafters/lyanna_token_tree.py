@@ -9,7 +9,7 @@
     rows        int64 [B]     row of token information of the last verified token
     tables                    those of `methods.lyanna.token_info_tables`, without the index
     columns, parents, log_probs [B, K]: the root, then the most probable nodes in order; a node's parent
-    comes before it; nodes that do not exist have log probability -inf and come last
+    comes before it; nodes that do not exist have log probability IMPOSSIBLE and come last
 
 A node's token is that of its column in the logits, which is also its row of token information. The root's column is its
 row.
@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from onnxscript.onnx_opset import opset24 as op
 
-from redraft.export.drafters.candidate_tree import CERTAIN, LESS
+from redraft.export.drafters.candidate_tree import CERTAIN, IMPOSSIBLE, LESS
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.lyanna import tree_size
 from redraft.methods.lyanna_token_info import FP8, token_info
@@ -81,7 +81,7 @@ def build_subtree(
                 tree.tokens.append(column if vocabulary is None else int(vocabulary[column]))
                 tree.parents.append(node)
                 above = tree.log_probs[node]
-                tree.log_probs.append(min(above + log_prob, above * LESS + CERTAIN))
+                tree.log_probs.append(max(min(above + log_prob, above * LESS + CERTAIN), IMPOSSIBLE))
         going_on = sorted(level, key=lambda node: -tree.log_probs[node])[:width]
     return tree
 
@@ -121,7 +121,7 @@ def token_tree(
     return (
         torch.tensor([_padded(tree.tokens, nodes, 0) for tree in trees]),
         torch.tensor([_padded(tree.parents, nodes, 0) for tree in trees]),
-        torch.tensor([_padded(tree.log_probs, nodes, float("-inf")) for tree in trees]),
+        torch.tensor([_padded(tree.log_probs, nodes, IMPOSSIBLE) for tree in trees]),
     )
 
 
@@ -159,7 +159,8 @@ def emit_token_tree(
         best = op.Where(by_rank, of_ranks, best)
         above = op.Unsqueeze(joint, _ints([2]))  # [B, W, 1]
         most = op.Add(op.Mul(above, op.Constant(value_float=LESS)), op.Constant(value_float=CERTAIN))
-        reached = op.Reshape(op.Min(op.Add(above, best), most), _ints([0, -1]))  # [B, W * k]
+        likely = op.Max(op.Min(op.Add(above, best), most), op.Constant(value_float=IMPOSSIBLE))
+        reached = op.Reshape(likely, _ints([0, -1]))  # [B, W * k]
         chosen = op.Reshape(chosen, _ints([0, -1]))
         siblings = 1 if step == 0 else width
         columns.append(chosen)
@@ -196,10 +197,10 @@ def _emit_decoded(codes: Any, table: Any) -> Any:
 
 
 def _beyond(used: Any, steps: int, width: int) -> Any:
-    """Return 0 if a node's step counts, -inf if it is one of the last `used`: float32 [B, nodes of the whole tree]."""
+    """Return 0 if a node's step counts, IMPOSSIBLE if it is one of the last `used`: float32 [B, nodes of the tree]."""
     steps_left = [steps + 1] + [steps - step for step in range(steps) for _ in range(width if step == 0 else width**2)]
     counts = op.Less(op.Unsqueeze(used, _ints([1])), _ints(steps_left))
-    return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))
+    return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=IMPOSSIBLE))
 
 
 def _emit_top_nodes(

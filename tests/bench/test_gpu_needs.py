@@ -37,7 +37,7 @@ def test_packages_are_checked_by_backend(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "install onnxruntime-gpu" in str(gpu_bench.missing("onnxruntime"))
     assert str(gpu_bench.missing("tensorrt")).startswith("not installed: ")
     present = importlib.util.find_spec("json")
-    for absent in ("tensorrt", "polygraphy", "cuda.bindings"):
+    for absent in ("tensorrt", "cuda.bindings"):
         spec = lambda name, absent=absent: None if name == absent else present  # noqa: E731
         monkeypatch.setattr(importlib.util, "find_spec", spec)
         assert gpu_bench.missing("tensorrt") == f"not installed: {absent}"

@@ -28,6 +28,7 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import LOG_PREFIX
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.engines.tensorrt.signature import TYPES
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.errors import BackendError, BundleError, UsageError
@@ -398,8 +399,11 @@ def installed(monkeypatch: pytest.MonkeyPatch, bundle: Bundle, tmp_path: Path) -
     cuda, asked = FakeCuda(), {}
     tensorrt = FakeTensorRt(cuda)
     write_engine(tmp_path / "v.engine", (bundle.path / "verifier.onnx").resolve(), updates=True)
-    monkeypatch.setattr(tensorrt_device, "find_target", lambda: Target("10.13.3", Gpu("GPU", (9, 0), 1, 1)))
-    monkeypatch.setattr(tensorrt_device, "import_tensorrt", lambda: tensorrt)
+    monkeypatch.setattr(
+        tensorrt_device, "find_target", lambda gpu, product: Target("10.13.3", Gpu("GPU", (9, 0), 1, 1))
+    )
+    monkeypatch.setattr(tensorrt_device, "find_gpu", lambda: None)
+    monkeypatch.setattr(tensorrt_device, "import_tensorrt", lambda product: tensorrt)
     monkeypatch.setattr(tensorrt_device, "open_cuda", lambda: Cuda(cuda))
     monkeypatch.setattr(tensorrt_device, "load_plugin", lambda path, module: asked.update(plugin=path))
     return asked
@@ -444,6 +448,25 @@ def test_an_unknown_device_is_refused(bundle: Bundle) -> None:
         open_device(bundle, "tpu")
 
 
+def test_what_was_compiled_for_the_gpu_is_kept(bundle: Bundle, make: Make, tmp_path: Path) -> None:
+    """Of an engine that was built ahead. A cache that the library refuses is written anew."""
+    digest = bundle.manifest.files["verifier.onnx"].sha256
+    engine, caches = tmp_path / "verifier.onnx", tmp_path / "caches"
+    make()
+    (tmp_path / "v.engine").rename(engine)  # named as a file of the manifest
+    found = []
+    for _ in range(2):
+        cuda = FakeCuda()
+        device = TensorRtDevice(
+            bundle, {names.VERIFIER: engine}, Cuda(cuda), tensorrt := FakeTensorRt(cuda), caches=caches
+        )
+        device.program(names.VERIFIER).bind(verifier_buffers(device))()
+        found += [cache.loaded for cache in tensorrt.runtime_caches]
+        device.close()
+        assert [file.name for file in caches.iterdir()] == [f"{digest}.cache"]
+    assert found == [b"", b"compiled"]
+
+
 # --- the real packages -----------------------------------------------------------------------------------------------
 
 CUDA_NAMES = (
@@ -465,9 +488,16 @@ TENSORRT_NAMES = {
         "execute_async_v3",
     ),
     "TensorLocation": ("HOST",),
-    "DataType": tuple(tensorrt_device._TYPES.values()),
+    "DataType": tuple(TYPES.values()),
     "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
 }  # fmt: skip
+RTX_NAMES = {
+    **TENSORRT_NAMES,
+    "ICudaEngine": (*TENSORRT_NAMES["ICudaEngine"], "create_runtime_config"),
+    "IRuntimeConfig": ("set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache"),
+    "IRuntimeCache": ("deserialize", "serialize"),
+}
+"""What is called of TensorRT for RTX, in addition."""
 
 
 def test_cuda_python_has_all_that_is_called() -> None:
@@ -495,9 +525,16 @@ def test_the_lists_above_are_complete(root: Path, source: str) -> None:
         assert used | {"cudaStreamNonBlocking"} == set(CUDA_NAMES)
     else:
         members = set(re.findall(r"\b(?:_?engine|_?context)\.(\w+)", text)) - {"file"}  # of a manifest's engine
-        listed = {name for group in ("ICudaEngine", "IExecutionContext") for name in TENSORRT_NAMES[group]}
+        listed = {name for group in ("ICudaEngine", "IExecutionContext") for name in RTX_NAMES[group]}
         assert members <= listed
         assert {name.split(".")[0] for name in re.findall(r"tensorrt\.([A-Z]\w+)", text)} <= set(TENSORRT_NAMES)
+
+
+def test_tensorrt_for_rtx_has_all_that_is_called() -> None:
+    rtx = pytest.importorskip("tensorrt_rtx_bindings")
+    missing = [f"{group}.{name}" for group, listed in RTX_NAMES.items() for name in listed
+               if not hasattr(getattr(rtx, group), name)]  # fmt: skip
+    assert not missing
 
 
 @pytest.mark.skipif("REDRAFT_TENSORRT_PYTHON" not in os.environ, reason="REDRAFT_TENSORRT_PYTHON names no interpreter")

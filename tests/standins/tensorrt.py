@@ -67,7 +67,6 @@ class FakeTensorRt(FakeBuilding):
     """
 
     TensorLocation = Enum("TensorLocation", ["DEVICE", "HOST"])
-    DataType = Enum("DataType", ["INT64", "INT32", "BOOL", "INT8", "UINT8", "FLOAT", "HALF", "BF16"])
     ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
 
     def __init__(
@@ -77,6 +76,7 @@ class FakeTensorRt(FakeBuilding):
         self.cuda: Any = cuda
         self.accept = accept
         self.contexts: list[Context] = []
+        self.runtime_caches: list[RuntimeCache] = []
         self.logger: Any = None
 
     def Runtime(self, logger: ILogger) -> FakeTensorRt:
@@ -126,11 +126,50 @@ class Engine:
         least, *tuned, most = self.profiles[profile].get(name, ([1] * rank, [1 << 20] * rank))
         return [least, *(tuned or [most]), most]
 
-    def create_execution_context(self, strategy: str) -> Context:
+    def create_runtime_config(self) -> RuntimeConfig:
+        return RuntimeConfig(self.tensorrt)
+
+    def create_execution_context(self, strategy: str | RuntimeConfig) -> Context:
+        if isinstance(strategy, RuntimeConfig):
+            assert strategy.cache is not None
+            strategy = strategy.strategy
         assert strategy == "user managed"
         context = Context(self)
         self.tensorrt.contexts.append(context)
         return context
+
+
+class RuntimeConfig:
+    """An IRuntimeConfig of TensorRT for RTX."""
+
+    def __init__(self, tensorrt: FakeTensorRt) -> None:
+        self.tensorrt = tensorrt
+        self.strategy = ""
+        self.cache: RuntimeCache | None = None
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> RuntimeCache:
+        self.tensorrt.runtime_caches.append(RuntimeCache())
+        return self.tensorrt.runtime_caches[-1]
+
+    def set_runtime_cache(self, cache: RuntimeCache) -> bool:
+        self.cache = cache
+        return True
+
+
+class RuntimeCache:
+    """An IRuntimeCache, which takes what it wrote."""
+
+    loaded = b""
+
+    def deserialize(self, blob: bytes) -> bool:
+        self.loaded = bytes(blob)
+        return self.loaded == b"compiled"
+
+    def serialize(self) -> bytes:
+        return b"compiled"
 
 
 def _session(graph: str) -> ort.InferenceSession:

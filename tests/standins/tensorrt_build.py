@@ -75,8 +75,11 @@ class OptimizationProfile:
             raise RuntimeError("opt input provided for shape tensor is inconsistent with other inputs.")
         self.values[input] = (tuple(min), tuple(opt), tuple(max))
 
-    def __bool__(self) -> bool:
-        return True
+    def get_shape(self, input: str) -> list[tuple[int, ...]]:
+        return list(self.shapes[input])
+
+    def get_shape_input(self, input: str) -> list[tuple[int, ...]]:
+        return list(self.values[input])
 
 
 def _ordered(*ranges: Any) -> bool:
@@ -104,7 +107,7 @@ HostMemory = c_char * 6
 
 class BuilderConfig:
     def __init__(self) -> None:
-        self.flags: set[int] = set()
+        self.flags: set[int] = {BuilderFlag.TF32}
         self.profiles: list[OptimizationProfile] = []
         self.limits: dict[int, int] = {}
         self.previews: dict[int, bool] = {}
@@ -156,26 +159,45 @@ class BuilderConfig:
         return TimingCache()
 
 
-class Network:
-    """Inputs, and no layers."""
+class DataType(IntEnum):
+    FLOAT, HALF, BF16, INT64, INT32, BOOL, INT8, UINT8 = range(8)
 
-    num_layers = 0
+
+_TYPES = {
+    onnx.TensorProto.FLOAT: DataType.FLOAT, onnx.TensorProto.FLOAT16: DataType.HALF,
+    onnx.TensorProto.BOOL: DataType.BOOL, onnx.TensorProto.INT64: DataType.INT64, onnx.TensorProto.INT8: DataType.INT8,
+}  # fmt: skip
+
+
+class Network:
+    """Inputs and outputs, and no layers."""
 
     def __init__(self, inputs: Mapping[str, bool]) -> None:
-        self._inputs = [SimpleNamespace(name=n, is_shape_tensor=s, shape=(-1,), dtype="") for n, s in inputs.items()]
+        self._inputs = [
+            SimpleNamespace(name=n, is_shape_tensor=s, shape=(1,) if s else (-1, -1), dtype=DataType.INT64)
+            for n, s in inputs.items()
+        ]
+        self._outputs: list[SimpleNamespace] = []
 
     @property
     def num_inputs(self) -> int:
         return len(self._inputs)
 
     def parse(self, model: str) -> None:
-        """Take the inputs of a graph's file; none is a shape tensor."""
-        for value in onnx.load(model, load_external_data=False).graph.input:
-            shape = tuple(dim.dim_value or -1 for dim in value.type.tensor_type.shape.dim)
-            self._inputs.append(SimpleNamespace(name=value.name, is_shape_tensor=False, shape=shape, dtype=""))
+        """Take the inputs and outputs of a graph's file; none is a shape tensor."""
+        graph = onnx.load(model, load_external_data=False).graph
+        for tensors, values in ((self._inputs, graph.input), (self._outputs, graph.output)):
+            for value in values:
+                kind = value.type.tensor_type
+                shape, dtype = tuple(dim.dim_value or -1 for dim in kind.shape.dim), _TYPES[kind.elem_type]
+                tensors.append(SimpleNamespace(name=value.name, is_shape_tensor=False, shape=shape, dtype=dtype))
 
-    def __iter__(self) -> Any:
-        return iter(())
+    @property
+    def num_outputs(self) -> int:
+        return len(self._outputs)
+
+    def get_output(self, index: int) -> Any:
+        return self._outputs[index]
 
     def get_input(self, index: int) -> Any:
         return self._inputs[index]
@@ -198,6 +220,7 @@ class FakeBuilding:
     ProfilingVerbosity = ProfilingVerbosity
     NetworkDefinitionCreationFlag = NetworkDefinitionCreationFlag
     DeviceType = DeviceType
+    DataType = DataType
     ILogger = ILogger
     IProgressMonitor = IProgressMonitor
     Logger = ILogger
@@ -254,7 +277,11 @@ class FakeBuilding:
 
     def OnnxParser(self, network: Any, logger: ILogger) -> Any:
         return SimpleNamespace(
-            parse_from_file=self._parse, num_errors=1 if self.error else 0, get_error=lambda index: self.error
+            parse_from_file=self._parse,
+            num_errors=1 if self.error else 0,
+            get_error=lambda index: SimpleNamespace(
+                node_name=lambda: "l0.attended", node_operator=lambda: "Attention", desc=lambda: self.error
+            ),
         )
 
     def _network(self, flags: int = 0) -> Network:

@@ -31,7 +31,7 @@ CASES = {
         model(node("MatMulNBits", "x", domain="com.microsoft", K=1, N=1), x=(FLOAT, [2])),
         "com.microsoft::MatMulNBits",
     ),
-    "element type": (model(node("Clip", "x"), x=(INT64, [2])), "Clip of int64"),
+    "element type": (model(node("Softmax", "x"), x=(INT64, [2])), "Softmax of int64"),
     "bytes are looked up": (model(node("Gather", "x", "i"), x=(UINT8, [2]), i=(INT64, [1])), "Gather of uint8"),
     "type of an inner value": (
         model(node("Shape", "x", outputs=("s",)), node("Sqrt", "s"), x=(FLOAT, [2])),

@@ -17,6 +17,7 @@ from redraft import names
 from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
 from redraft.errors import CheckpointError, UsageError
+from redraft.export.drafters.candidate_tree import IMPOSSIBLE
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna_graphs import _export_resample, export_lyanna, export_random_lyanna, lyanna_shape
@@ -322,7 +323,7 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
             )
             tree, count = full.top_nodes(shape.resample_nodes), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
-            assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
+            assert (found[names.TREE_LOG_PROBS][b, count:] == np.float32(IMPOSSIBLE)).all()
 
 
 def test_resampling_is_algorithm_2_for_every_first_step(exported: Exported) -> None:

@@ -102,7 +102,7 @@ def test_top_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
 
 
 def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
-    """Siblings follow ids. Of certain tokens a child is still less likely than its parent: a library breaks ties its way."""
+    """Siblings follow ids. Of certain tokens a child is still below its parent: libraries break ties differently."""
     certain = np.full((STEPS, VOCABULARY), -np.inf, np.float32)
     certain[:, 2] = 0.0
     chain = build_subtree(certain, ROOT, lambda token: np.zeros(VOCABULARY, np.float32), 1)
