@@ -18,7 +18,7 @@ CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
-.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu smollm2-drafter smollm2-student smollm2-features lint format typecheck check-types check-imports \
+.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu check-tensorrt smollm2-drafter smollm2-student smollm2-features lint format typecheck check-types check-imports \
   typed-tree clean
 
 # pip would compile all of torch, of which a build imports a fifth; Python keeps what it compiles at the first import.
@@ -104,6 +104,14 @@ test: install-dev kernels-cpu
 
 test-fast: install-dev kernels-cpu
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+# Every graph of the embedded model through a real parser and builder of TensorRT, without a GPU: docs/tensorrt.md.
+check-tensorrt: install-dev
+	$(BIN)/redraft build tiny -o build/check/rtx --backend tensorrt-rtx --compute-capability 8.9 --skip-check \
+	  --precision fp32,fp16,bf16,fp8,int4,int8
+	$(BIN)/redraft build tiny -o build/check/plugin --precision fp16 --drafter all --skip-check --eval-text none \
+	  --drafter dm=random,method=draft_model,draft_vocabulary=512
+	$(BIN)/python -m experiments.tensorrt_check --build --table docs/tensorrt.md build/check/rtx-* build/check/plugin
 
 # Runs tests on a GPU, then writes a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints the reason of
 # each skipped test. A JSON names missing parts and failures, and measuring continues with the next one. Failed tests and wrong

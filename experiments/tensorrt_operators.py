@@ -30,10 +30,13 @@ TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT32", "INT64", "BOOL", "UINT8", "INT
 _AXIS, _ONE, _SHAPE = np.array([1]), np.array(1), np.array([3, 2])
 _ROWS, _PAIRS = np.zeros((2, 3), np.int64), np.zeros((2, 1), np.int64)
 _UNARY = (
-    "Abs Cos Exp Identity IsNaN Log Neg Not Reciprocal Relu Shape Sigmoid Sin Softplus Sqrt Tanh Transpose Size Erf"
+    "Abs Cos Exp Identity IsNaN Log Neg Not Reciprocal Relu Shape Sigmoid Sin Softplus Sqrt Tanh Transpose Size Erf "
+    "Floor Ceil Round Sign Elu LeakyRelu Selu HardSigmoid HardSwish Mish Softsign IsInf"
 )
-_BINARY = "Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mul Or Pow Sub"
-_REDUCE = "ReduceMax ReduceMean ReduceMin ReduceSum"
+_BINARY = "Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mul Or Pow Sub Xor"
+_REDUCE = (
+    "ReduceMax ReduceMean ReduceMin ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceSumSquare"
+)
 _NODES: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     **{name: (("x",), {}) for name in _UNARY.split()},
     **{name: (("x", "y"), {}) for name in _BINARY.split()},

@@ -84,7 +84,7 @@ def build_engine(build: EngineBuild) -> memoryview:
     tensorrt = import_tensorrt(product=product)
     if build.plugin is not None:
         load_plugin(build.plugin, tensorrt)
-    logger = _logger(tensorrt)
+    logger = product_logger(tensorrt)
     logger.errors.clear()
     with interrupts_deferred() as came:
         try:
@@ -176,7 +176,7 @@ def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
     return type("Monitor", (tensorrt.IProgressMonitor,), methods)()
 
 
-def _logger(tensorrt: Any) -> Any:
+def product_logger(tensorrt: Any) -> Any:
     """Return the logger of a product, which sends lines to Python's logging and stores errors in `errors`.
 
     One logger serves the process, since TensorRT keeps the first one for all later builds.

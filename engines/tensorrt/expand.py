@@ -5,7 +5,8 @@ RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b 
 Forms that the exporter does not write stay unchanged; the check of operators names them.
 
 A maximum along an axis that TensorRT fuses with a hash's integer arithmetic takes it minutes to compile (measured with
-TensorRT for RTX 1.7.1: 100 s for `step.accept_sampled`). TopK of one is the same number, and is not fused.
+TensorRT for RTX 1.7.1: 100 s for `step.accept_sampled`, 384 s for a draft of Medusa). TopK of one is the same number,
+and is not fused.
 """
 
 from __future__ import annotations
@@ -34,27 +35,39 @@ def expand(model: ir.Model, release: Release) -> None:
 
 
 def expand_maxima(model: ir.Model) -> None:
-    """Replace ReduceMax and LogSoftmax, in place, by forms whose maximum is a TopK."""
+    """Replace ReduceMax, LogSoftmax and ReduceLogSumExp along one axis, in place, by forms whose maximum is a TopK."""
     for node in model.graph:
-        if node.op_type in _MAXIMA:
-            _MAXIMA[node.op_type](Rewriter(model.graph, node), node)
+        if node.op_type in _MAXIMA and (axis := _axis(node)) is not None:
+            to = Rewriter(model.graph, node)
+            to.replace(_MAXIMA[node.op_type](to, node.inputs[0], axis))
+
+
+def _axis(node: ir.Node) -> int | None:
+    """Return the axis of a node that keeps it; None if there are several."""
+    if node.op_type == "LogSoftmax":
+        return _integer(node, "axis", -1)
+    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
+    single = axes is not None and axes.size == 1 and _integer(node, "keepdims", 1)
+    return int(axes.numpy().item()) if axes is not None and single else None
 
 
 def _largest(to: Rewriter, x: ir.Value | None, axis: int) -> Any:
     return to.node("TopK", [x, to.constant([1])], outputs=2, axis=axis)[0]
 
 
-def _reduce_max(to: Rewriter, node: ir.Node) -> None:
-    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
-    if axes is not None and axes.size == 1 and _integer(node, "keepdims", 1):
-        to.replace(_largest(to, node.inputs[0], int(axes.numpy().item())))
+def _log_sum(to: Rewriter, below: ir.Value, axis: int) -> Any:
+    """Return the logarithm of the sum of exponentials of numbers below 0."""
+    return to.node("Log", [to.node("ReduceSum", [to.node("Exp", [below]), to.constant([axis])], keepdims=1)])
 
 
-def _log_softmax(to: Rewriter, node: ir.Node) -> None:
-    axis = _integer(node, "axis", -1)
-    below = to.node("Sub", [node.inputs[0], _largest(to, node.inputs[0], axis)])
-    total = to.node("ReduceSum", [to.node("Exp", [below]), to.constant([axis])], keepdims=1)
-    to.replace(to.node("Sub", [below, to.node("Log", [total])]))
+def _log_softmax(to: Rewriter, x: ir.Value | None, axis: int) -> Any:
+    below = to.node("Sub", [x, _largest(to, x, axis)])
+    return to.node("Sub", [below, _log_sum(to, below, axis)])
+
+
+def _log_sum_exp(to: Rewriter, x: ir.Value | None, axis: int) -> Any:
+    largest = _largest(to, x, axis)
+    return to.node("Add", [largest, _log_sum(to, to.node("Sub", [x, largest]), axis)])
 
 
 def _normalize(to: Rewriter, node: ir.Node) -> None:
@@ -102,4 +115,4 @@ def _integer(node: ir.Node, name: str, default: int) -> int:
 
 
 _FORMS = {"RMSNormalization": _normalize, "RotaryEmbedding": _rotate}
-_MAXIMA = {"ReduceMax": _reduce_max, "LogSoftmax": _log_softmax}
+_MAXIMA = {"ReduceMax": _largest, "LogSoftmax": _log_softmax, "ReduceLogSumExp": _log_sum_exp}

@@ -18,14 +18,13 @@ import numpy as np
 import onnx_ir as ir
 
 from redraft import names
-from redraft.engines.tensorrt.operators import Release
+from redraft.engines.tensorrt.operators import Release, of_rtx
 from redraft.engines.tensorrt.rewrite import Rewriter
 from redraft.engines.tensorrt.target import check_native
 from redraft.errors import BackendError
 
 DECOMPOSABLE = "TRT_decomposable"
 """Attribute of TensorRT's parser: attention may become several layers."""
-_PLUGIN = "build with --attention plugin"
 
 
 def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
@@ -38,12 +37,12 @@ def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
     visible: dict[int, ir.Value] = {}
     chains: dict[int, _Chain] = {}
     for node in nodes:
-        _check(graph, node)
+        _check(graph, node, release)
         if id(node.inputs[3]) in buffers:
             chain = _lower(Rewriter(model.graph, node), node, visible)
             chains[id(chain.presents[0])] = chain
         else:
-            _follow(graph, Rewriter(model.graph, node), node, chains.get(id(node.inputs[3])))
+            _follow(graph, Rewriter(model.graph, node), node, chains.get(id(node.inputs[3])), release)
     if single:
         for node in model.graph:
             if node.op_type == "Attention":  # TensorRT has no fused kernel for float32, but builds the parts if it may
@@ -83,9 +82,17 @@ class _Chain:
     seen: list[ir.Value]
 
 
-def _check(graph: str, node: ir.Node) -> None:
+def _instead(release: Release, without: str) -> str:
+    """Return a hint: the plugin, if there is one, or a build without something."""
+    return without if of_rtx(release) else f"build with --attention plugin, or {without}"
+
+
+def _check(graph: str, node: ir.Node, release: Release) -> None:
     if node.attributes["softcap"].as_float() > 0:
-        raise BackendError(f"{_called(graph, node)} with a softcap, which TensorRT's own attention lacks", _PLUGIN)
+        raise BackendError(
+            f"{_called(graph, node)} with a softcap, which TensorRT's own attention lacks",
+            _instead(release, "build with --backend onnxruntime"),
+        )
 
 
 def _called(graph: str, node: ir.Node) -> str:
@@ -108,7 +115,7 @@ def _lower(to: Rewriter, node: ir.Node, visible: dict[int, ir.Value]) -> _Chain:
     return _Chain(presents, [[read] for read in rows], kv_len, cache_len, [])
 
 
-def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> None:
+def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None, release: Release) -> None:
     """Add one more row of a chain: it sees the committed rows of the buffer, the rows after them, and itself."""
     q, k, v, key_cache, value_cache, tree_mask, _, cache_len, _ = node.inputs
     caches = [id(cache) for cache in (key_cache, value_cache)]
@@ -116,7 +123,7 @@ def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> No
         raise BackendError(
             f"{_called(graph, node)} over a KV buffer that another node wrote, and not its next row; TensorRT itself "
             "updates only those of inputs",
-            f"{_PLUGIN}, or without the drafter (--drafter none)",
+            _instead(release, "build without the drafter (--drafter none)"),
         )
     kv_heads = node.attributes["kv_heads"].as_int()
     if not chain.seen:

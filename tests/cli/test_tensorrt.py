@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,11 +67,14 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
 _STAGE: Any = stage.stage_engines
 
 
-def parsed(bundle: Path) -> set[str]:
-    """Return the graphs that a real parser of TensorRT takes. Fails with its words if it refuses one."""
+def parsed(bundle: Path, *options: str) -> set[str]:
+    """Return the graphs that a real parser of TensorRT takes. Fails with its words if it refuses one.
+
+    options: `--build` builds them too.
+    """
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
-    command = [sys.executable, "-m", "experiments.tensorrt_parser", str(bundle)]
+    command = [sys.executable, "-m", "experiments.tensorrt_check", *options, str(bundle)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, [each for each in found if "refused" in each] or done.stderr
@@ -118,6 +123,53 @@ def test_every_graph_of_the_embedded_model_is_taken(
     assert str(tmp_path / "inputs" / "lyanna.draft.tree.num_pending.bin") in written
 
 
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int4", "int8")
+
+
+@pytest.mark.slow
+def test_a_real_builder_takes_every_precision(tmp_path: Path, refused: Refused) -> None:
+    """TensorRT for RTX builds ahead of time, without a GPU. In a process of its own, since a refusal may abort."""
+    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
+        pytest.skip("TensorRT for RTX has no package for this machine")
+    options = ["--precision", ",".join(PRECISIONS), "--drafter", "none", "--skip-check", "--compute-capability", "8.9"]
+    command = [Path(sys.executable).with_name("redraft"), "build", "tiny", "-o", tmp_path / "tiny"]
+    done = subprocess.run([*command, "--backend", "tensorrt-rtx", *options, "--json"], capture_output=True, text=True,
+                          env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [one["precision"] for one in json.loads(done.stdout)["bundles"]] == list(PRECISIONS)
+    for precision in PRECISIONS:
+        manifest = open_bundle(tmp_path / f"tiny-{precision}").manifest
+        record = manifest.tensorrt
+        assert record is not None
+        assert (record.compute_capability, record.attention, record.plugin) == ("8.9", "native", "")
+        assert set(record.engines) == {*stage.graphs_of("native")} - {"step.gather_features", "step.store_trees"}
+    if importlib.util.find_spec("cuda") is None:  # without a GPU: what is missing, in one line
+        line = refused("generate", "--engines", tmp_path / "tiny-int4", "--prompt", "a", status=1)
+        assert "no CUDA driver: libcuda.so.1 was not found; install NVIDIA's driver" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "line"),
+    [
+        (
+            ("--compute-capability", "9.0"),
+            1,
+            r"builds for no GPU of compute capability 9\.0; give --compute-capability 7\.5",
+        ),
+        (("--compute-capability", "new"), 2, r"'new': expected a number such as 8\.9"),
+        (("--attention", "plugin"), 2, "takes no plugins; leave --attention and --embed-plugin out"),
+        (("--precision", "fp8", "--compute-capability", "8.6"), 1, r"need a GPU of compute capability 8\.9 or newer"),
+    ],
+)
+def test_what_no_engine_can_be_built_for_is_one_line(
+    options: tuple[str, ...], status: int, line: str, refused: Refused, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    command = ("build", "tiny", "-o", tmp_path / "tiny", "--backend", "tensorrt-rtx")
+    assert re.search(line, refused(*command, *options, status=status))
+    assert not (tmp_path / "tiny").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("release", "attention"), [("10.15.1", "plugin"), ("10.16.1", "native")])
 def test_the_graph_of_a_draft_model_is_taken(
@@ -149,7 +201,7 @@ def test_the_graphs_of_all_drafters_are_taken(
     record = bundle.manifest.tensorrt
     assert record is not None
     drafting = {"eagle", "eagle2", "eagle3", "fspad", "griffin", "hass", "lyanna", "medusa", "mtp", "steered"}
-    assert {f"{drafter}.draft" for drafter in drafting} <= parsed(out) == set(record.engines)
+    assert {f"{drafter}.draft" for drafter in drafting} <= parsed(out, "--build") == set(record.engines)
     for graph in ("steered.steer", "steered.draft"):
         assert [profile.name for profile in record.engines[graph].profiles] == ["prefill", "tree", "token"]
         onnx.checker.check_model(out / bundle.manifest.all_graphs[graph].file, full_check=True)
@@ -164,11 +216,8 @@ def test_the_graphs_of_all_drafters_are_taken(
 def test_the_standard_output_has_one_json_object_alone(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The real Polygraphy builds here; by default it prints every profile."""
     tensorrt = FakeTensorRt(version="10.13.3.9", inputs=None)
     monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
-    for name in [name for name in sys.modules if name.startswith("polygraphy")]:
-        monkeypatch.delitem(sys.modules, name)
     options = ("-o", tmp_path / "tiny", "--precision", "fp16", "--skip-check", "--json")
     assert build("10.13.3.9", *options, builder=build_engine) == 0, capfd.readouterr().err
     shown = json.loads(capfd.readouterr().out)

@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 
 from redraft import names, signatures
-from redraft.engines.tensorrt.expand import expand
+from redraft.engines.tensorrt.expand import expand, expand_maxima
 from redraft.engines.tensorrt.merge import copied_bytes, merge_weights
 from redraft.engines.tensorrt.native import DECOMPOSABLE
 from redraft.engines.tensorrt.prepare import graph_file, prepare
@@ -101,6 +101,33 @@ def test_norms_and_rotation_stay_if_the_parser_knows_them(tmp_path: Path) -> Non
     portable = save_verifier(Decoder(), tmp_path)
     kinds = {node.op_type for node in prepare(tmp_path, portable.name, "verifier", (10, 15), "plugin").graph.node}
     assert {"RMSNormalization", "RotaryEmbedding"} <= kinds
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        onnx.helper.make_node("ReduceMax", ["x", "axes"], ["y"], keepdims=1),
+        onnx.helper.make_node("ReduceLogSumExp", ["x", "axes"], ["y"], keepdims=1),
+        onnx.helper.make_node("LogSoftmax", ["x"], ["y"], axis=-1),
+    ],
+    ids=lambda node: node.op_type,
+)
+def test_maxima_are_spelled_out_as_the_same_numbers(node: onnx.NodeProto) -> None:
+    x = (np.random.default_rng(0).normal(size=(2, 3, 50)) * 40).astype(np.float32)
+    value, float32 = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
+    graph = onnx.helper.make_graph(
+        [node], "maximum", [value("x", float32, [2, 3, 50])], [value("y", float32, None)],
+        [onnx.numpy_helper.from_array(np.array([2]), "axes")],
+    )  # fmt: skip
+    before = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 24)], ir_version=11)
+    model = ir.from_proto(before)
+    expand_maxima(model)
+    assert "TopK" in (kinds := {each.op_type for each in model.graph})
+    assert node.op_type not in kinds
+    found, expected = (
+        ort.InferenceSession(proto.SerializeToString()).run(None, {"x": x})[0] for proto in (ir.to_proto(model), before)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_half_precision_norms_are_computed_wide(tmp_path: Path) -> None:
