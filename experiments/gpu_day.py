@@ -145,8 +145,8 @@ def steps(work: Path, out: Path) -> Iterator[Step]:
     yield Step("build", ["sh", "-c", f"{cmake} && cmake --build {work}/cmake"], 150)
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3"]
     yield Step("sanitize", [*sanitizer, *speed, "--check", "--out", str(out / "checks.json")], 120, kernels)
-    yield Step("tests", [python, "-m", "pytest", "-q", "-m", "gpu", "tests/plugins"], 90, kernels)
-    yield Step("time", [*speed, "--out", str(out / "kernels.json")], 120, kernels)
+    yield Step("tests", [python, "-m", "pytest", "-q", "-m", "gpu", "tests/plugins"], 150, kernels)
+    yield Step("time", [*speed, "--out", str(out / "kernels.json")], 180, kernels)
     prompts = [str(path) for path in sorted((work / "source/assets/tiny/prompts").glob("*.jsonl"))]
     for bundle in sorted((work / "bundles").glob("*")):
         measured = ["--engines", str(bundle), "--prompts", *prompts, "--limit", "3", "--go-on"]

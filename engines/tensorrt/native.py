@@ -84,14 +84,14 @@ class _Chain:
 
 def _instead(release: Release, without: str) -> str:
     """Return a hint: the plugin, if there is one, or a build without something."""
-    return without if of_rtx(release) else f"build with --attention plugin, or {without}"
+    return f"build {without}" if of_rtx(release) else f"build with --attention plugin, or {without}"
 
 
 def _check(graph: str, node: ir.Node, release: Release) -> None:
     if node.attributes["softcap"].as_float() > 0:
         raise BackendError(
             f"{_called(graph, node)} with a softcap, which TensorRT's own attention lacks",
-            _instead(release, "build with --backend onnxruntime"),
+            _instead(release, "with --backend onnxruntime"),
         )
 
 
@@ -123,7 +123,7 @@ def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None, relea
         raise BackendError(
             f"{_called(graph, node)} over a KV buffer that another node wrote, and not its next row; TensorRT itself "
             "updates only those of inputs",
-            _instead(release, "build without the drafter (--drafter none)"),
+            _instead(release, "without the drafter (--drafter none)"),
         )
     kv_heads = node.attributes["kv_heads"].as_int()
     if not chain.seen:
