@@ -21,6 +21,7 @@ from redraft.engines.tensorrt import polygraphy_network
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
 from redraft.engines.tensorrt.inputs import input_file, made_inputs, own_integers
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE, library_name
+from redraft.engines.tensorrt.products import RTX
 from redraft.engines.tensorrt.records import Profile, TensorRtRecord
 from redraft.engines.tensorrt.target import parse_version
 
@@ -49,8 +50,11 @@ class Command:
 
 
 def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
-    """Yield commands for the bundle at `folder`: always for ONNX Runtime, for TensorRT if it has engines."""
-    built = manifest.tensorrt
+    """Yield commands for the bundle at `folder`: always for ONNX Runtime, for TensorRT if it has engines of that.
+
+    TensorRT for RTX has neither trtexec nor a runner of Polygraphy's that takes a built engine.
+    """
+    built = manifest.tensorrt if manifest.backend != RTX.backend else None
     if built:
         words = ("redraft", "inspect", str(folder), "--write-inputs", _INPUTS)
         yield Command("integers of the timed calls, which trtexec would invent", words)

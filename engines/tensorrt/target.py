@@ -87,7 +87,7 @@ def _ahead(gpu: Callable[[], Gpu], capability: str) -> Gpu:
         found = int(match[1]), int(match[2])
     else:
         raise UsageError(f"--compute-capability {capability!r}: expected a number such as 8.9")
-    return Gpu(f"any GPU of compute capability {'.'.join(map(str, found))}", found, 0, 0)
+    return Gpu("any GPU", found, 0, 0)
 
 
 def capabilities(tensorrt: Any) -> list[str]:
