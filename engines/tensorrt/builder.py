@@ -19,6 +19,7 @@ from redraft.engines.tensorrt.target import Target, import_tensorrt
 from redraft.errors import BackendError
 from redraft.interrupts import interrupts_deferred
 from redraft.names import TensorSpec
+from redraft.user_cache import write_bytes
 
 WORKSPACE_BYTES = 1 << 30
 """Scratch memory that the builder may let one engine use."""
@@ -122,10 +123,9 @@ def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) 
         config.set_timing_cache(config.create_timing_cache(times), False)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise _refusal(build, logger.errors[-1] if logger.errors else "no reason given")
+        raise _refusal(build, _last(logger))
     if not build.target.product.ahead:
-        build.timing_cache.parent.mkdir(parents=True, exist_ok=True)
-        build.timing_cache.write_bytes(memoryview(config.get_timing_cache().serialize()))
+        write_bytes(build.timing_cache, memoryview(config.get_timing_cache().serialize()))
     return engine
 
 
@@ -138,9 +138,13 @@ def parse(tensorrt: Any, builder: Any, logger: Any, build: EngineBuild) -> tuple
     parser = tensorrt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(build.graph)):
         first = parser.get_error(0) if parser.num_errors else None
-        said = f"node {first.node_name()!r} ({first.node_operator()}): {first.desc()}" if first else logger.errors[-1]
+        said = f"node {first.node_name()!r} ({first.node_operator()}): {first.desc()}" if first else _last(logger)
         raise _refusal(build, said)
     return network, parser
+
+
+def _last(logger: Any) -> str:
+    return str(logger.errors[-1]) if logger.errors else "no reason given"
 
 
 def _refusal(build: EngineBuild, said: str) -> BackendError:
