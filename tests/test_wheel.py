@@ -15,7 +15,7 @@ def sources(root: Path) -> set[str]:
     names = {}
     for folder, target in PACKAGES.items():  # a folder inside another comes later and replaces its names
         for path in (root / folder).rglob("*"):
-            if path.suffix in {".py", ".toml", ".typed", ".md", ".jinja"} or target.endswith("heldout"):
+            if path.suffix in {".py", ".toml", ".typed", ".md", ".jinja", ".json"} or target.endswith("heldout"):
                 names[path] = f"{target}/{path.relative_to(root / folder).as_posix()}"
     return set(names.values())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from redraft import user_cache
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError
@@ -192,7 +193,7 @@ def test_a_write_that_fails_leaves_no_file_behind(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept.json, "dump", fail)
+    monkeypatch.setattr(user_cache.os, "replace", fail)
     load_costs(verifier, {"build": "a"})
     assert list(cache.iterdir()) == []
 
