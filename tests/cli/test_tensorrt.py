@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -217,7 +216,6 @@ def test_the_graphs_of_all_drafters_are_taken(
 def test_the_standard_output_has_one_json_object_alone(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    importlib.import_module("torch._dynamo")  # which looks for the package tensorrt: before the stand-in is there
     tensorrt = FakeTensorRt(version="10.13.3.9", inputs=None)
     monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
     options = ("-o", tmp_path / "tiny", "--precision", "fp16", "--skip-check", "--json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from ctypes import c_char
 from enum import IntEnum
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,7 +225,7 @@ class FakeBuilding:
     ILogger = ILogger
     IProgressMonitor = IProgressMonitor
     Logger = ILogger
-    __spec__ = None
+    __spec__ = ModuleSpec("tensorrt", None)  # libraries that look whether TensorRT is there refuse none
     __path__ = ()
 
     def __init__(
