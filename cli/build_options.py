@@ -71,8 +71,9 @@ def choose_tensorrt(
     }  # fmt: skip
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if values and not config.for_tensorrt:
+        backend = "tensorrt" if compute_capability is None else "tensorrt-rtx"
         raise UsageError(
-            f"{option_flag(next(iter(values)))} is for TensorRT engines", "give --backend tensorrt with it"
+            f"{option_flag(next(iter(values)))} is for TensorRT engines", f"give --backend {backend} with it"
         )
     if config.backend == "tensorrt-rtx":
         if attention is Attention.plugin or embed_plugin:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
 import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from redraft.engines.tensorrt.operators import SINCE, SUPPORTED, check, problems
+from redraft.engines.tensorrt.operators import RTX_FILE, SINCE, SUPPORTED, check, problems
 from redraft.errors import BackendError
 
 FLOAT, INT64, UINT8, INT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.INT8
@@ -23,6 +25,12 @@ def model(*nodes: NodeProto, opset: int = 24, **inputs: tuple[int, list[int]]) -
 
 def node(op: str, *inputs: str, outputs: tuple[str, ...] = ("y",), domain: str = "", **attributes: object) -> NodeProto:
     return helper.make_node(op, list(inputs), list(outputs), name=f"node of {op}", domain=domain, **attributes)
+
+
+def test_the_answers_of_tensorrt_for_rtx_are_of_the_installed_version() -> None:
+    """Ask again: `python -m experiments.tensorrt_operators --write`."""
+    rtx = pytest.importorskip("tensorrt_rtx_bindings")
+    assert json.loads(RTX_FILE.read_bytes())["version"] == rtx.__version__
 
 
 CASES = {
