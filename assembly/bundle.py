@@ -27,11 +27,11 @@ from redraft.assembly.quality import DEFAULT_TOKENS, Reference, Texts, measure_q
 from redraft.assembly.self_check import check_bundle, check_graphs_agree, known_texts
 from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig
 from redraft.engines import Bundle, BundleWriter
-from redraft.engines.cache import build_key, code_digests, is_current
-from redraft.engines.digests import DigestCache, text_digest
+from redraft.engines.check_record import is_current
+from redraft.engines.digests import DigestCache, build_key, code_digests, text_digest
 from redraft.engines.host_memory import available_bytes
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, load_manifest
-from redraft.engines.tensorrt.tools import find_tools
+from redraft.engines.tensorrt.target import find_tools
 from redraft.errors import BackendError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
 from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint

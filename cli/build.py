@@ -98,7 +98,7 @@ def build(
         from redraft.assembly.models import Place, find_model, find_recipe
         from redraft.assembly.preflight import check_libraries
         from redraft.assembly.quality import DEFAULT_TOKENS, FULL_TOKENS
-        from redraft.engines.backends import check_buildable
+        from redraft.engines.tensorrt.target import check_buildable
 
         check_libraries()
         scratch = stack.enter_context(TemporaryDirectory(prefix="redraft-"))

@@ -13,10 +13,9 @@ from types import NoneType
 from typing import IO, Any, Self
 
 from redraft import names
-from redraft.engines import Bundle, open_bundle, open_device, open_host
+from redraft.engines import Bundle, check_max_num_seqs, open_bundle, open_device, open_host
 from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
-from redraft.engines.tensorrt.profiles import check_max_num_seqs, largest_call
 from redraft.errors import UsageError
 from redraft.methods import NONE, UNBUILT, find_method
 from redraft.packages import package_version
@@ -104,7 +103,7 @@ class Runtime:
         manifest = bundle.manifest
         if device is None and manifest.tensorrt is not None:
             device = "cuda"
-        largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
+        largest = manifest.largest_call
         if largest is not None:
             check_max_num_seqs(largest[0], max_num_seqs)
         # First, since the engine takes the memory that reading a tokenizer leaves.

@@ -9,7 +9,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Buffer, Device, Program, Run, Work, sized, slots_of
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTree, TreeStore

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from redraft import names, signatures
 from redraft.engines.device import Array, Device, byte_size
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep, StepBuffers, slot_copy
 from redraft.runtime.device_tree import TreeStore
 from redraft.runtime.limits import Limits

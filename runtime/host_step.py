@@ -16,9 +16,8 @@ import numpy as np
 from redraft import names
 from redraft.engines.calls import Call, Calls, aligned
 from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
-from redraft.engines.host_buffer import HostBuffer, aligned_zeros, array_of
-from redraft.engines.host_device import HostDevice
-from redraft.engines.huge_pages import LARGE_PAGE_BYTES
+from redraft.engines.host_device import HostBuffer, HostDevice, aligned_zeros, array_of
+from redraft.engines.host_memory import LARGE_PAGE_BYTES
 from redraft.runtime.limits import Limits
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence as Request

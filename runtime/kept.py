@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.cpus import default_threads
-from redraft.engines.tensorrt.driver import find_gpu
+from redraft.engines.gpu import find_gpu
 from redraft.errors import BackendError
 from redraft.user_cache import read_object, user_cache, write_object
 

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from redraft import names
-from redraft.engines import Bundle
-from redraft.engines.tensorrt.profiles import check_tree
+from redraft.engines import Bundle, check_tree
 from redraft.errors import UsageError
 from redraft.methods import NONE
 from redraft.runtime.adaptive import Adaptive

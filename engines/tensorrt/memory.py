@@ -10,8 +10,10 @@ contexts share.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
 from onnx import helper
@@ -150,3 +152,16 @@ def _tensor_bytes(tensor: onnx.TensorProto) -> int:
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:.2f}"
+
+
+def check_disk(files: str, sizes: Mapping[str, int], folder: Path) -> None:
+    """Raise BackendError if the disk of `folder` has less than these bytes by graph. `files` names the files."""
+    needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
+    if needed <= free:
+        return
+    parts = ", ".join(f"{graph} {size / _GIB:.2f}" for graph, size in sizes.items())
+    raise BackendError(
+        f"{files} take at least {needed / _GIB:.2f} GiB of disk, {free / _GIB:.2f} are free in {folder.parent} "
+        f"(GiB: {parts})",
+        "free some, or build with -o on another disk",
+    )

@@ -18,8 +18,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper
 
 from redraft.engines.tensorrt import plugin
-from redraft.engines.tensorrt.products import RTX, TENSORRT
-from redraft.engines.tensorrt.target import NATIVE_FROM
+from redraft.engines.tensorrt.target import NATIVE_FROM, RTX, TENSORRT
 from redraft.errors import BackendError
 
 Release = tuple[int, int]

@@ -86,30 +86,6 @@ def fixed_capacity(symbols: Mapping[str, Mapping[str, Sizes]]) -> int | None:
     return max((sizes["C"][2] for sizes in symbols.values() if "C" in sizes), default=None)
 
 
-def largest_call(profiles: Sequence[Profile]) -> tuple[int, int]:
-    """Return the most sequences, and the most nodes of a tree with its root, that the verifier's engine takes."""
-    batch, tree = next(profile.inputs[names.TOKEN_IDS].max for profile in profiles if profile.name == TREE)
-    return batch, tree
-
-
-def check_tree(largest: int, nodes: int) -> None:
-    """Raise UsageError if a tree of `nodes`, root included, is larger than the `largest` of the engines."""
-    if nodes > largest:
-        raise UsageError(
-            f"a tree of {nodes} nodes, its root included, is larger than the {largest} that the engine's profile takes",
-            f"lower --budget nodes to {largest - 1}, or build again with --tree-nodes {nodes}",
-        )
-
-
-def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
-    """Raise UsageError for more sequences at once than the engines take."""
-    if max_num_seqs > largest:
-        raise UsageError(
-            f"{max_num_seqs} sequences at once are more than the {largest} that the engine's profiles take",
-            f"lower the slots to {largest}, or build again with --batch {max_num_seqs}",
-        )
-
-
 def verifier_symbols(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Return sizes of the symbols by profile for a graph of the verifier or of a step."""
     return _SYMBOLS[graph](limits)

@@ -14,19 +14,17 @@ from redraft import names
 from redraft.config import TensorRtBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.drafters import drafter_of, read_drafters
+from redraft.engines.gpu import Gpu
 from redraft.engines.host_memory import available_bytes
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import engine_cache
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
-from redraft.engines.tensorrt.disk import check_disk
-from redraft.engines.tensorrt.driver import Gpu
-from redraft.engines.tensorrt.memory import Needs, check_host, check_memory, needs_of
-from redraft.engines.tensorrt.merge import copied_bytes
+from redraft.engines.tensorrt.memory import Needs, check_disk, check_host, check_memory, needs_of
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.prepare import graph_file, prepare
+from redraft.engines.tensorrt.prepare import copied_bytes, graph_file, prepare
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, fixed_capacity, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
-from redraft.engines.tensorrt.tools import Tools
+from redraft.engines.tensorrt.target import Tools
 from redraft.files import same_disk
 
 GRAPHS = (
@@ -42,7 +40,6 @@ GRAPHS = (
 TensorRT lets outputs share an input's memory for KV updates and plugins only. Outputs of the gathering and storing
 engines are therefore copied to their places, and slots are copied without an engine.
 """
-Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes | memoryview]
 
 
@@ -56,7 +53,12 @@ def graphs_of(attention: Attention) -> tuple[str, ...]:
 
 
 def stage_engines(
-    folder: Path, manifest: Manifest, options: TensorRtBuild, tools: Tools, report: Report, build: Build = build_engine
+    folder: Path,
+    manifest: Manifest,
+    options: TensorRtBuild,
+    tools: Tools,
+    report: Callable[[str], None],
+    build: Build = build_engine,
 ) -> Manifest:
     """Write `GRAPH.tensorrt.onnx` and `GRAPH.engine` for each graph of the staged bundle `folder`.
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from redraft import names
+from redraft.engines import check_tree
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array, Buffer, Device, Work, byte_size, sized
-from redraft.engines.tensorrt.profiles import check_tree
 from redraft.methods import Method
 from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
 from redraft.runtime.bound_step import slot_copy

@@ -18,7 +18,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore

@@ -25,12 +25,11 @@ from redraft.cli import main
 from redraft.cli.build_options import Attention, choose_tensorrt
 from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
 from redraft.engines import open_bundle
+from redraft.engines.gpu import Gpu
 from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
-from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target
-from redraft.engines.tensorrt.tools import Tools
+from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target, Tools
 
 Refused = Callable[..., str]
 Build = Callable[..., int]
@@ -55,8 +54,8 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
     def run(release: str, *options: object, builder: Callable[[EngineBuild], bytes | memoryview] = fake) -> int:
         tools = Tools(Target(release, Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)), Plugin(library, "0" * 64))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr("redraft.engines.backends.find_spec", lambda name: object())
-        monkeypatch.setattr("redraft.engines.backends.find_tools", lambda options: tools)
+        monkeypatch.setattr("redraft.engines.tensorrt.target.find_spec", lambda name: object())
+        monkeypatch.setattr("redraft.engines.tensorrt.target.find_tools", lambda options: tools)
         monkeypatch.setattr("redraft.assembly.bundle.find_tools", lambda options: tools)
         monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=builder))
         return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])

@@ -16,7 +16,8 @@ import pytest
 
 from redraft import names
 from redraft.engines.bundle import BundleWriter, open_bundle
-from redraft.engines.cache import build_key, code_digests, is_current
+from redraft.engines.check_record import is_current
+from redraft.engines.digests import build_key, code_digests
 from redraft.engines.manifest import MANIFEST, dump_manifest, load_manifest, signed
 from redraft.errors import BundleError
 

@@ -18,8 +18,8 @@ from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines import open_bundle, open_device
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device, HostInputs, Program, Run
+from redraft.engines.gpu import Gpu, find_gpu
 from redraft.engines.host_device import HostDevice
-from redraft.engines.tensorrt.driver import Gpu, find_gpu
 from redraft.engines.tensorrt.profiles import CallLimits, profiles_of
 from redraft.engines.tensorrt.stage import GRAPHS as STAGED
 from redraft.engines.tensorrt.target import check_precision

@@ -11,7 +11,7 @@ import pytest
 from redraft import names
 from redraft.engines import host_memory, open_calls
 from redraft.engines.bundle import Bundle, open_bundle
-from redraft.engines.host_memory import available_bytes, graph_bytes
+from redraft.engines.host_memory import available_bytes
 from redraft.errors import BackendError
 
 
@@ -36,14 +36,14 @@ def test_a_graphs_weights_are_those_that_it_names(bundle: Bundle) -> None:
         if entry.key == "length"
     ]
     assert len(lengths) > 5
-    assert graph_bytes(bundle, names.VERIFIER) == path.stat().st_size + sum(lengths)
+    assert bundle.graph_bytes(names.VERIFIER) == path.stat().st_size + sum(lengths)
 
 
 @pytest.mark.parametrize(("precision", "copies"), [("fp32", 1), ("fp16", 2)])
 def test_more_than_there_is_is_refused_in_one_line(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, copies: int
 ) -> None:
-    needed = copies * graph_bytes(bundle, names.VERIFIER)
+    needed = copies * bundle.graph_bytes(names.VERIFIER)
     bundle = Bundle(bundle.path, replace(bundle.manifest, precision=precision))  # type: ignore[arg-type]
     has(monkeypatch, tmp_path, needed + 1024)
     open_calls(bundle, threads=1)

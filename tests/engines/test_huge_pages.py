@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from redraft.engines.host_buffer import aligned_zeros
-from redraft.engines.huge_pages import LARGE_PAGE_BYTES, _added, _anonymous, huge_pages
+from redraft.engines.host_device import aligned_zeros
+from redraft.engines.host_memory import LARGE_PAGE_BYTES, _added, _anonymous, huge_pages
 
 
 def spans(pages: set[int]) -> list[tuple[int, int]]:

@@ -14,7 +14,6 @@ import pytest
 from redraft import names
 from redraft.engines import open_device
 from redraft.engines.bundle import Bundle, open_bundle
-from redraft.engines.host_memory import graph_bytes
 from redraft.engines.onnxruntime_backend import RECORD_ASSIGNMENT
 from redraft.engines.onnxruntime_device import (
     CPU,
@@ -150,7 +149,7 @@ def test_an_input_that_only_the_device_knows_is_not_read_on_the_host(
 
 
 def test_weights_are_asked_for_before_they_are_loaded(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = graph_bytes(bundle, names.VERIFIER)
+    weights = bundle.graph_bytes(names.VERIFIER)
     assert weights == (bundle.path / "verifier.onnx").stat().st_size
     small = onnxruntime_cuda(bundle, monkeypatch, FakeCuda(weights))
     with pytest.raises(BackendError, match=r"GPU memory needed \(engines .* MiB, KV .* MiB\)"):

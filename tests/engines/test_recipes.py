@@ -9,10 +9,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from redraft.config import BuildConfig, DrafterBuild
-from redraft.engines import backends, recipes
-from redraft.engines.backends import check_buildable
+from redraft.engines import recipes
 from redraft.engines.recipes import PackageFile, load_recipe, recipe_names
-from redraft.engines.tensorrt.products import TENSORRT
+from redraft.engines.tensorrt import target
+from redraft.engines.tensorrt.target import TENSORRT, check_buildable
 from redraft.errors import BackendError, UsageError
 from redraft.export.drafters.lyanna import configuration_of
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
@@ -216,14 +216,14 @@ def test_budget_and_draft_vocabulary_are_the_papers(name):
 
 def test_without_tensorrt_its_backend_names_the_package_to_install(monkeypatch):
     check_buildable(BuildConfig())
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    monkeypatch.setattr(target, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match=f"not installed; {re.escape(TENSORRT.install)}, or build with --backend"):
         check_buildable(BuildConfig(backend="tensorrt"))
 
 
 def test_with_tensorrt_its_backend_asks_for_the_rest(monkeypatch):
     asked = []
-    monkeypatch.setattr(backends, "find_spec", lambda name: object())
-    monkeypatch.setattr(backends, "find_tools", asked.append)
+    monkeypatch.setattr(target, "find_spec", lambda name: object())
+    monkeypatch.setattr(target, "find_tools", asked.append)
     check_buildable(BuildConfig(backend="tensorrt"))
     assert asked == [BuildConfig(backend="tensorrt")]

@@ -24,11 +24,11 @@ from redraft.engines import open_device, tensorrt_device
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.cuda import Cuda
 from redraft.engines.device import Buffer, HostInputs, byte_size
+from redraft.engines.gpu import Gpu
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.tensorrt.builder import TYPES
 from redraft.engines.tensorrt.plugin import LOG_PREFIX
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
-from redraft.engines.tensorrt.signature import TYPES
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.errors import BackendError, BundleError, UsageError
@@ -308,12 +308,13 @@ def test_what_tensorrt_logged_last_is_the_reason(make: Make) -> None:
 def test_only_the_plugins_warnings_are_warnings(root: Path, make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """TensorRT warns of many things; the plugin warns of caches that every call copies."""
     assert f'"{LOG_PREFIX}"' in (root / "plugins" / "tensorrt" / "log.cpp").read_text()
-    failure = make().failure
+    device = make()
+    logger = fakes(device)[1].logger
     with caplog.at_level(logging.INFO, "redraft.tensorrt"):
-        failure.logger.log(FakeTensorRt.ILogger.WARNING, "another default stream")
-        failure.logger.log(FakeTensorRt.ILogger.WARNING, f"{LOG_PREFIX}every call copies each cache whole")
+        logger.log(FakeTensorRt.ILogger.WARNING, "another default stream")
+        logger.log(FakeTensorRt.ILogger.WARNING, f"{LOG_PREFIX}every call copies each cache whole")
     assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
-    assert failure.last == "no reason given"
+    assert device.reason == "no reason given"
 
 
 def test_what_the_bindings_raise_is_one_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from redraft import user_cache
 from redraft.engines import open_bundle
-from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.gpu import Gpu
 from redraft.errors import BackendError
 from redraft.runtime import api, cost, kept
 from redraft.runtime.cost import CostCurve, VerifyCosts, cached_costs, keep_costs, load_costs, measure_curve

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Several
 import pytest
 
 from redraft.engines.device import Buffer, slots_of
-from redraft.engines.host_buffer import HostBuffer
+from redraft.engines.host_device import HostBuffer
 from redraft.runtime import scheduler
 from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import Call, FixedBudget

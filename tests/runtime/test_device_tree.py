@@ -16,8 +16,7 @@ from redraft.engines import open_bundle
 from redraft.engines.cuda import Cuda
 from redraft.engines.cuda_device import CudaBuffer
 from redraft.engines.device import Buffer
-from redraft.engines.host_buffer import HostBuffer
-from redraft.engines.host_device import HostDevice
+from redraft.engines.host_device import HostBuffer, HostDevice
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, graph_steps, speculators
 from redraft.runtime.cost import VerifyCosts

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
 from redraft.methods.lyanna_token_info import lookup

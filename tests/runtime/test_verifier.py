@@ -11,7 +11,7 @@ import pytest
 from redraft import names
 from redraft.engines import host_device, open_bundle
 from redraft.engines.device import slots_of
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.runtime import Runtime, SpeculationParams, graph_steps
 from redraft.runtime.drafters import engine
 from redraft.runtime.graph_steps import GraphSteps

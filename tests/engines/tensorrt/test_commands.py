@@ -15,8 +15,7 @@ import pytest
 
 from redraft import names, signatures
 from redraft.engines.manifest import Manifest
-from redraft.engines.tensorrt.commands import commands
-from redraft.engines.tensorrt.inputs import sound_inputs, write_inputs
+from redraft.engines.tensorrt.commands import commands, sound_inputs, write_inputs
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
 from redraft.engines.tensorrt.prepare import graph_file
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
-from redraft.engines.tensorrt.driver import Gpu, cuda_version, find_gpu
+from redraft.engines.gpu import Gpu, cuda_version, find_gpu
 from redraft.engines.tensorrt.records import TensorRtRecord
-from redraft.engines.tensorrt.target import Target, check_same, find_target
-from redraft.engines.tensorrt.tools import find_tools
+from redraft.engines.tensorrt.target import Target, check_same, find_target, find_tools
 from redraft.errors import BackendError
 
 GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)
@@ -139,7 +138,7 @@ def test_fp8_is_refused_on_gpus_without_it_before_anything_is_built(
     capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Target("10.16.1", Gpu("NVIDIA A10", capability, 0, 0))
-    monkeypatch.setattr("redraft.engines.tensorrt.tools.find_target", lambda product, capability: found)
+    monkeypatch.setattr("redraft.engines.tensorrt.target.find_target", lambda product, capability: found)
     native = TensorRtBuild("native")
     config = BuildConfig("fp8", "tensorrt", tensorrt=native)
     if taken:
@@ -156,7 +155,7 @@ def test_fp8_is_refused_on_gpus_without_it_before_anything_is_built(
 def test_native_attention_is_refused_before_anything_is_exported(
     version: str, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("redraft.engines.tensorrt.tools.find_target", lambda product, capability: Target(version, GPU))
+    monkeypatch.setattr("redraft.engines.tensorrt.target.find_target", lambda product, capability: Target(version, GPU))
     config = BuildConfig("fp16", "tensorrt", tensorrt=TensorRtBuild("native"))
     if taken:
         assert find_tools(config).plugin is None

@@ -17,9 +17,8 @@ import pytest
 
 from redraft import names, signatures
 from redraft.engines.tensorrt.expand import expand, expand_maxima
-from redraft.engines.tensorrt.merge import copied_bytes, merge_weights
 from redraft.engines.tensorrt.native import DECOMPOSABLE
-from redraft.engines.tensorrt.prepare import graph_file, prepare
+from redraft.engines.tensorrt.prepare import copied_bytes, graph_file, merge_weights, prepare
 from redraft.engines.tensorrt.records import weights_file
 from redraft.errors import BackendError
 from redraft.export.tree_attention import bodies

@@ -5,21 +5,17 @@ from __future__ import annotations
 import pytest
 
 from redraft import names, signatures
-from redraft.engines.tensorrt.profiles import (
-    CallLimits,
-    check_max_num_seqs,
-    check_tree,
-    drafter_symbols,
-    largest_call,
-    profiles_of,
-)
-from redraft.engines.tensorrt.records import Range
+from redraft.engines import check_max_num_seqs, check_tree
+from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of
+from redraft.engines.tensorrt.records import EngineRecord, Range, TensorRtRecord
 from redraft.errors import UsageError
 from redraft.methods import decoder, draft_model
 from redraft.methods.lyanna import LyannaShape, draft_inputs, resample_inputs
 from redraft.names import TensorSpec
 from redraft.signatures import VerifierShape
+from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, symbols_of
+from tests.engines.graphs import Decoder
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
 LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, 7, "fp16", 61, 8)
@@ -126,8 +122,10 @@ def test_calls_larger_than_the_profiles_are_refused_with_a_hint() -> None:
     profiles = profiles_of(
         symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False
     )
-    batch, tree = largest_call(profiles)
+    record = TensorRtRecord("10.13.3", "GPU", "9.0", "plugin", engines={names.VERIFIER: EngineRecord("", "", profiles)})
+    batch, tree = manifest_of(Decoder(), tensorrt=record).largest_call or (0, 0)
     assert (batch, tree) == (4, 16)
+    assert manifest_of(Decoder()).largest_call is None
     check_tree(tree, 16)
     with pytest.raises(UsageError, match=r"a tree of 17 nodes.*than the 16.*--budget nodes to 15.*--tree-nodes 17"):
         check_tree(tree, 17)

@@ -17,15 +17,14 @@ from redraft import names, signatures
 from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.drafters import BuiltDrafter
+from redraft.engines.gpu import Gpu
 from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
-from redraft.engines.tensorrt import disk, merge, stage
+from redraft.engines.tensorrt import memory, prepare, stage
 from redraft.engines.tensorrt.builder import EngineBuild
-from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.records import Range, weights_file
 from redraft.engines.tensorrt.stage import stage_engines
-from redraft.engines.tensorrt.target import Target
-from redraft.engines.tensorrt.tools import Tools
+from redraft.engines.tensorrt.target import Target, Tools
 from redraft.errors import BackendError, BundleError, UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.methods.lyanna import METHOD, LyannaShape
@@ -194,7 +193,7 @@ def test_too_little_disk_is_found_before_anything_is_built(build: Build, monkeyp
 def test_too_little_disk_for_merged_weights_is_found_before_they_are_copied(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge, "_copy", lambda part, out: pytest.fail("copied"))
+    monkeypatch.setattr(prepare, "_copy", lambda part, out: pytest.fail("copied"))
     free(monkeypatch, 1 << 10)
     with pytest.raises(BackendError) as caught:
         build(copies=True)
@@ -206,7 +205,7 @@ def test_too_little_disk_for_merged_weights_is_found_before_they_are_copied(
 def test_merged_weights_are_copied_if_the_disk_has_space(build: Build, tmp_path: Path) -> None:
     build(copies=True)
     model = ir.load(tmp_path / "bundle" / "verifier.onnx")
-    assert (tmp_path / "bundle" / weights_file(names.VERIFIER)).stat().st_size == merge.copied_bytes(model) > 0
+    assert (tmp_path / "bundle" / weights_file(names.VERIFIER)).stat().st_size == prepare.copied_bytes(model) > 0
 
 
 def test_a_disk_that_is_full_while_weights_are_copied_ends_the_build_with_a_line(
@@ -215,7 +214,7 @@ def test_a_disk_that_is_full_while_weights_are_copied_ends_the_build_with_a_line
     def full(part: ir.ExternalTensor, out: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(merge, "_copy", full)
+    monkeypatch.setattr(prepare, "_copy", full)
     with pytest.raises(BundleError, match=r"^no space for .*bundle: .* MB written, .* MB free; free space, or give"):
         build(copies=True)
     assert not (tmp_path / "bundle").exists()
@@ -243,7 +242,7 @@ def test_too_little_memory_of_the_host_is_found_before_anything_is_built(
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Give the disk this many free bytes when engines are checked."""
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size, total=1 << 40))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size, total=1 << 40))
 
 
 def test_a_tree_larger_than_the_context_is_refused(build: Build) -> None:

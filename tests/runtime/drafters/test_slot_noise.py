@@ -6,7 +6,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Buffer
-from redraft.engines.host_buffer import HostBuffer, array_of
+from redraft.engines.host_device import HostBuffer, array_of
 from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.drafters.slot_noise import SlotNoise
