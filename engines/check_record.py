@@ -69,8 +69,8 @@ class CheckRecord:
 
     def is_kept(self) -> bool:
         """Return True if the last full check found these files, and none has changed since."""
-        kept = _read(self._path)
-        return kept is not None and kept._settled and (kept.bundle, kept.files) == (self.bundle, self.files)
+        last = _read(self._path)
+        return last is not None and last._settled and (last.bundle, last.files) == (self.bundle, self.files)
 
     def keep(self) -> None:
         """Keep the record of a full check, and drop those of bundles that are gone.

@@ -74,12 +74,6 @@ class DigestCache:
             write_object(self._path, recent)
 
 
-def tree_digests(folder: Path, cache: DigestCache) -> Mapping[str, str]:
-    """Digest of every file below `folder`, by its relative path with forward slashes, sorted."""
-    digests = cache.digests(sorted(path for path in folder.rglob("*") if path.is_file()))
-    return {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
-
-
 def code_digests(*folders: Path) -> dict[str, str]:
     """Digest of every Python file below the folders, by folder name and relative path."""
     files = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from redraft.engines.digests import DigestCache, tree_digests
+from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import (
     MANIFEST,
     FileRecord,
@@ -143,8 +143,11 @@ class BundleWriter:
 
         Returns the manifest as written, with its `files`.
         """
-        digests = tree_digests(self.staging, DigestCache())
-        files = {name: FileRecord((self.staging / name).stat().st_size, digest) for name, digest in digests.items()}
+        digests = DigestCache().digests(sorted(path for path in self.staging.rglob("*") if path.is_file()))
+        files = {
+            path.relative_to(self.staging).as_posix(): FileRecord(path.stat().st_size, digest)
+            for path, digest in digests.items()
+        }
         complete = replace(manifest, files=files)
         (self.staging / MANIFEST).write_text(dump_manifest(complete), encoding="utf-8")
         _flush_tree(self.staging)

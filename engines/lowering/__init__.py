@@ -208,10 +208,10 @@ def _hashes(opsets: Mapping[str, int]) -> ir.Function:
 
     ONNX Runtime multiplies int32 but not uint32, and shifts uint32 but not int32.
     """
-    made = tape.Tape()
+    builder = tape.Tape()
 
     def op(name: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        return made.op(name, inputs, attributes)
+        return builder.op(name, inputs, attributes)
 
     def constant(value: int, dtype: type[np.generic] = np.int32) -> ir.Value:
         return op("Constant", value=ir.tensor(np.array(value, dtype)))
@@ -225,12 +225,12 @@ def _hashes(opsets: Mapping[str, int]) -> ir.Function:
 
     keys, ids = ir.Value(name="keys"), ir.Value(name="ids")
     signed, unsigned = ir.DataType.INT32, ir.DataType.UINT32
-    first, second = made.op_multi_out("Split", [cast(keys, signed)], {"axis": 2, "num_outputs": 2}, num_outputs=2)
+    first, second = builder.op_multi_out("Split", [cast(keys, signed)], {"axis": 2, "num_outputs": 2}, num_outputs=2)
     x = quadratic(op("Add", op("Mul", cast(ids, signed), constant(noise_spec.FIRST)), first))
     high = op("BitShift", cast(x, unsigned), constant(noise_spec.SHIFT, np.uint32), direction="RIGHT")
     x = op("Add", x, cast(high, signed))
     x = cast(quadratic(op("Add", op("Mul", x, constant(noise_spec.SECOND)), second)), unsigned)
-    for number, value in enumerate(value for node in made.nodes for value in node.outputs):
+    for number, value in enumerate(value for node in builder.nodes for value in node.outputs):
         value.name = f"value.{number}"
-    graph = ir.Graph([keys, ids], [x], nodes=made.nodes, opset_imports=dict(opsets))
+    graph = ir.Graph([keys, ids], [x], nodes=builder.nodes, opset_imports=dict(opsets))
     return ir.Function(names.TREE_ATTENTION_DOMAIN, names.TOKEN_HASHES, graph=graph, attributes=[])

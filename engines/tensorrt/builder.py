@@ -114,22 +114,22 @@ def build_engine(build: EngineBuild) -> memoryview:
         load_plugin(build.plugin, tensorrt)
     logger = product_logger(tensorrt)
     logger.last_error = ""
-    with interrupts_deferred() as came:
+    with interrupts_deferred() as interrupts:
         try:
-            engine = _built(tensorrt, build, logger, came)
+            engine = _built(tensorrt, build, logger, interrupts)
         except _REFUSALS as error:
             raise _refusal(build, logger.last_error or str(error)) from error
     return memoryview(engine)
 
 
-def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) -> Any:
+def _built(tensorrt: Any, build: EngineBuild, logger: Any, interrupts: Sequence[int]) -> Any:
     builder = tensorrt.Builder(logger)
     network, _parser = parse(tensorrt, builder, logger, build)
     config, settings = builder.create_builder_config(), build.settings
     config.clear_flag(tensorrt.BuilderFlag.TF32)  # which TensorRT sets, and which rounds float32
     config.profiling_verbosity = tensorrt.ProfilingVerbosity.DETAILED
     for profile in build.profiles:
-        config.add_optimization_profile(_profile(builder.create_optimization_profile(), profile, network))
+        config.add_optimization_profile(_set_ranges(builder.create_optimization_profile(), profile, network))
     if problem := next(differences(tensorrt, _tensor_types(network), build.inputs, build.outputs), None):
         raise _refusal(build, problem)
     config.set_memory_pool_limit(tensorrt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
@@ -138,7 +138,7 @@ def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) 
         config.set_flag(tensorrt.BuilderFlag.VERSION_COMPATIBLE)
     if build.embed_plugin and build.plugin is not None:
         config.plugins_to_serialize = [str(build.plugin)]
-    config.progress_monitor = _monitor(tensorrt, came)
+    config.progress_monitor = _monitor(tensorrt, interrupts)
     if build.target.product.ahead:
         config.num_compute_capabilities = 1
         name = f"SM{build.target.compute_capability.replace('.', '')}"
@@ -182,7 +182,7 @@ def _refusal(build: EngineBuild, reason: str) -> BackendError:
     return BackendError(f"{build.target.product.title} cannot build {build.graph.name}: {line}", "see its log above")
 
 
-def _profile(made: Any, profile: Profile, network: Any) -> Any:
+def _set_ranges(target: Any, profile: Profile, network: Any) -> Any:
     """Set a profile's ranges: of shapes, and of the values of inputs that are sizes."""
     values = {
         value.name
@@ -190,19 +190,19 @@ def _profile(made: Any, profile: Profile, network: Any) -> Any:
         if value.is_shape_tensor
     }
     for name, sizes in profile.inputs.items():
-        put = made.set_shape_input if name in values else made.set_shape
+        put = target.set_shape_input if name in values else target.set_shape
         put(name, sizes.min, sizes.opt, sizes.max)
-    return made
+    return target
 
 
-def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
+def _monitor(tensorrt: Any, interrupts: Sequence[int]) -> Any:
     """Stops the build at the next step after an interrupt. TensorRT drops exceptions of Python callbacks."""
 
     def begin(monitor: object) -> None:
         tensorrt.IProgressMonitor.__init__(monitor)
 
     def go_on(monitor: object, phase: str, step: int) -> bool:
-        return not came
+        return not interrupts
 
     def nothing(monitor: object, *phase: object) -> None: ...
 

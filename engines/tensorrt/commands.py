@@ -155,11 +155,11 @@ def _comparison(folder: Path, graph: str, record: GraphRecord, built: TensorRtRe
         environment = ["env", f"{plugin.GRAPH_VARIABLE}={folder / engine.graph}", f"{VARIABLE}={library}"]
         network = [str(Path(plugin.__file__).resolve()), "--model-type", "trt-network-script"]
     tolerance = str(max(_TOLERANCE.get(spec.dtype, 0.0) for spec in record.outputs))
-    kept = ["--load-inputs", f"{graph}.inputs.json", "--load-outputs", f"{graph}.outputs.json"]
+    files = ["--load-inputs", f"{graph}.inputs.json", "--load-outputs", f"{graph}.outputs.json"]
     return Command(
         f"{graph}: compared with ONNX Runtime's outputs",
         (*environment, "polygraphy", "run", *network, "--trt", "--strongly-typed",
-         *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *kept,
+         *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *files,
          "--atol", tolerance, "--rtol", tolerance),
     )  # fmt: skip
 
@@ -227,22 +227,11 @@ def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]
 def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
     """Return the integers of the call that a profile is tuned for: a chain after as many rows as fit before it."""
     record, own = manifest.all_graphs[graph], own_integers(graph, manifest)
-    sizes = _sizes(record, profile)
+    sizes = profile.sizes(record.inputs, "opt")
     rows = sizes.get("T", sizes.get("M", 1))
     cache_len = min(sizes.get("C", rows) // 2, manifest.max_model_len - rows)
     vocabulary, cache_len = manifest.shape.vocabulary, max(cache_len, 0)
     return {spec.name: _values(spec, sizes, cache_len, rows, vocabulary, own) for spec in made_inputs(record)}
-
-
-def _sizes(record: GraphRecord, profile: Profile) -> dict[str, int]:
-    """Return the sizes of the symbols that a profile is tuned for."""
-    known = {spec.name: spec for spec in record.inputs}
-    return {
-        dim: size
-        for name, sizes in profile.inputs.items()
-        for dim, size in zip(known[name].shape, sizes.opt, strict=True)
-        if isinstance(dim, str)
-    }
 
 
 def _values(
@@ -251,7 +240,7 @@ def _values(
 ) -> Integers:  # fmt: skip
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
     random = np.random.default_rng(0)
-    made: Mapping[str, Any] = {
+    values: Mapping[str, Any] = {
         names.TOKEN_IDS: random.integers(0, vocabulary, shape),
         names.TOKENS: random.integers(0, vocabulary, shape),
         names.POSITIONS: cache_len + np.arange(rows),
@@ -262,4 +251,4 @@ def _values(
         names.NUM_PENDING: rows,
         **{name: low + np.arange(shape[-1]) % (high - low + 1) for name, (low, high) in own.items()},
     }
-    return np.broadcast_to(made[spec.name], shape).astype(spec.dtype)
+    return np.broadcast_to(values[spec.name], shape).astype(spec.dtype)

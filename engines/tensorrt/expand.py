@@ -32,12 +32,12 @@ class Rewriter:
 
     def node(self, op: str, inputs: Sequence[ir.Value | None], outputs: int = 1, **attributes: Any) -> Any:
         """Return the output of a new node, or its outputs if it has several."""
-        made = ir.node(op, inputs, attributes, num_outputs=outputs)
-        made.name = f"{self._stem}.{len(self._nodes)}.{op}"
-        for number, value in enumerate(made.outputs):
-            value.name = f"{made.name}.{number}"
-        self._nodes.append(made)
-        return made.outputs[0] if outputs == 1 else tuple(made.outputs)
+        added = ir.node(op, inputs, attributes, num_outputs=outputs)
+        added.name = f"{self._stem}.{len(self._nodes)}.{op}"
+        for number, value in enumerate(added.outputs):
+            value.name = f"{added.name}.{number}"
+        self._nodes.append(added)
+        return added.outputs[0] if outputs == 1 else tuple(added.outputs)
 
     def constant(self, values: object, dtype: type[np.generic] = np.int64) -> ir.Value:
         """Return an initializer; equal ones are one."""
@@ -127,13 +127,13 @@ def _rotate(to: Rewriter, node: ir.Node) -> None:
     rest = size - 2 * half
     split = to.node("Reshape", [x, to.constant([0, 0, heads, size])])  # [B, T, H, D]
     lengths = to.constant([half, half, *([rest] if rest else [])])
-    first, second, *kept = to.node("Split", [split, lengths], outputs=3 if rest else 2, axis=-1)
+    first, second, *others = to.node("Split", [split, lengths], outputs=3 if rest else 2, axis=-1)
     c, s = (_at(to, table, positions) for table in (cos, sin))
     turned = [
         to.node("Sub", [to.node("Mul", [first, c]), to.node("Mul", [second, s])]),
         to.node("Add", [to.node("Mul", [second, c]), to.node("Mul", [first, s])]),
     ]
-    joined = to.node("Concat", [*turned, *kept], axis=-1)
+    joined = to.node("Concat", [*turned, *others], axis=-1)
     to.replace(to.node("Reshape", [joined, to.constant([0, 0, heads * size])]))
 
 

@@ -55,7 +55,7 @@ def needs_of(
     """Return memory of an engine of this prepared graph with these profiles. owner: that of the buffers it reads."""
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     own = [spec for spec in (*inputs, *outputs) if spec.in_place_of is None]
-    sizes = [_sizes(inputs, profile) for profile in profiles]
+    sizes = [profile.sizes(inputs, "max") for profile in profiles]
     buffers = {f"{owner} {spec.name}": max(_spec_bytes(spec, each) for each in sizes) for spec in own}
     inferred = onnx.shape_inference.infer_shapes(model).graph
     return Needs(weights, buffers, max(activation_bytes(inferred, each) for each in sizes))
@@ -119,17 +119,6 @@ def check_host(needs: Mapping[str, Needs], available_bytes: int | None) -> None:
                 f"the engine, {_gib(need.weights)} each), {_gib(available_bytes)} are free",
                 "free memory, build with --precision int8, or try anyway with --ignore-memory",
             )
-
-
-def _sizes(inputs: Sequence[TensorSpec], profile: Profile) -> dict[str, int]:
-    """Return the largest value of every symbol."""
-    known = {spec.name: spec for spec in inputs}
-    return {
-        dim: size
-        for name, found in profile.inputs.items()
-        for dim, size in zip(known[name].shape, found.max, strict=True)
-        if isinstance(dim, str)
-    }
 
 
 def _spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:

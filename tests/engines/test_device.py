@@ -69,6 +69,7 @@ def layout_buffers(device: Device, sequences: int = 2, nodes: int = 3) -> dict[s
 def test_a_copy_is_put_in_order_and_may_run_again(device: Device) -> None:
     """The run copies the current `source` to all of `target`, which may describe the same bytes differently."""
     source, target = device.empty("int64", 40), device.empty("uint8", 4, 80)
+    assert not target.read().any()
     copy = device.copy(target, source)
     for first in (0, 1 << 40):
         values = np.arange(first, first + 40)
@@ -81,20 +82,6 @@ def test_a_copy_is_put_in_order_and_may_run_again(device: Device) -> None:
 def test_a_copy_between_sizes_that_do_not_agree_is_refused(device: Device) -> None:
     with pytest.raises(ValueError, match="expected buffers of the same size, found 24 and 32 bytes"):
         device.copy(device.empty("int64", 3), device.empty("float32", 8))
-
-
-def test_a_copy_keeps_the_memory_that_it_reads(device: Device) -> None:
-    source, target = device.empty("int64", 3), device.empty("int64", 3)
-    source.write(np.arange(3))
-    copy = device.copy(target, source)
-    del source
-    device.empty("int64", 3).write(np.arange(3) + 7)
-    copy()
-    assert target.read().tolist() == [0, 1, 2]
-
-
-def test_fresh_memory_is_zero(device: Device) -> None:
-    assert not device.empty("float32", 3, 5).read().any()
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "float32", "float16", "bfloat16", "uint8"])
@@ -110,26 +97,10 @@ def test_written_values_are_read_and_the_array_is_free_at_once(
     for turn, buffer in enumerate(buffers):
         expected.append((values * (turn % 2)).astype(kind) if turn else values.copy())
         given = expected[-1].copy()
-        buffer.write(given)
+        buffer.write(given if turn else np.asfortranarray(given))
         given[...] = 1
     for buffer, wanted in zip(buffers, expected, strict=True):
         np.testing.assert_array_equal(buffer.read(), wanted)
-
-
-def test_a_strided_array_is_written_as_it_reads(device: Device) -> None:
-    values = np.arange(12).reshape(3, 4).T
-    buffer = device.empty("int64", 4, 3)
-    buffer.write(values)
-    np.testing.assert_array_equal(buffer.read(), values)
-
-
-def test_read_values_do_not_change(device: Device) -> None:
-    buffer = device.empty("int64", 2)
-    buffer.write(np.array([1, 2]))
-    found = buffer.read()
-    buffer.write(np.array([3, 4]))
-    assert found.tolist() == [1, 2]
-    assert buffer.read().tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(

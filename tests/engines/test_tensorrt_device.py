@@ -191,12 +191,6 @@ def test_sizes_that_an_engine_reads_on_the_host_are_never_stale(make: Make) -> N
     np.testing.assert_array_equal(found, expected)
 
 
-def test_any_other_input_on_the_host_is_refused(make: Make) -> None:
-    device = make(host=[names.CACHE_LEN])
-    with pytest.raises(BackendError, match="wants cache_len on the host"):
-        device.program(names.VERIFIER).bind(verifier_buffers(device))
-
-
 def test_what_cannot_be_captured_runs_in_order_and_says_so_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     device = make()
     cuda, _ = fakes(device)
@@ -268,7 +262,7 @@ def test_buffers_that_do_not_fit_are_refused_part_by_part(make: Make, caplog: py
         device.expect({"KV": 6 << 20, "tables": 3 << 20})
     with pytest.raises(BackendError, match=r"cudaErrorMemoryAllocation: 16\.0 MiB asked for, 8\.0 MiB free"):
         device.empty("uint8", 16 << 20)
-    assert fakes(device)[0].kept is Status.cudaSuccess, "the next who asks would be blamed for it"
+    assert fakes(device)[0].kept is Status.cudaSuccess, "CUDA would report the error again for another call"
 
 
 def test_what_is_written_beside_a_buffer_is_written_where_others_are(lyanna_bundle: Path, tmp_path: Path) -> None:
@@ -287,14 +281,6 @@ def test_what_is_written_beside_a_buffer_is_written_where_others_are(lyanna_bund
     waiting = buffers[names.PENDING_FEATURES]
     assert np.diff(held).tolist() == [byte_size(waiting.dtype, waiting.shape), 0]
     assert all(run.copies for run in runs)
-
-
-def test_an_error_of_cuda_is_one_line_with_its_name(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = make()
-    failing = lambda *args: (Status.cudaErrorStreamCaptureUnsupported,)  # noqa: E731
-    monkeypatch.setattr(fakes(device)[0], "cudaMemcpyAsync", failing)
-    with pytest.raises(BackendError, match="cudaMemcpyAsync failed with cudaErrorStreamCaptureUnsupported"):
-        device.empty("int64", 1).write(np.zeros(1, np.int64))
 
 
 def test_what_tensorrt_logged_last_is_the_reason(make: Make) -> None:
@@ -418,10 +404,8 @@ def test_a_bundle_of_tensorrts_is_opened_with_its_plugin(
     assert installed == {"plugin": bundle.path / "plugin.so"}
     device.program(names.VERIFIER).bind(verifier_buffers(device))()
     assert not hasattr(device.tensorrt, "engine_host_code_allowed")
-
-
-def test_an_embedded_plugin_is_allowed_to_run(bundle: Bundle, tmp_path: Path, installed: dict[str, Any]) -> None:
-    device = open_device(with_engines(bundle, tmp_path, plugin_file=""), "cuda")
+    installed.clear()
+    device = open_device(with_engines(bundle, tmp_path, plugin_file=""), "cuda")  # the plugin is part of the engines
     assert isinstance(device, TensorRtDevice)
     assert device.tensorrt.engine_host_code_allowed
     assert not installed
@@ -470,13 +454,6 @@ def test_what_was_compiled_for_the_gpu_is_kept(bundle: Bundle, make: Make, tmp_p
 
 # --- the real packages -----------------------------------------------------------------------------------------------
 
-CUDA_NAMES = (
-    "cudaSetDevice", "cudaStreamCreateWithFlags", "cudaStreamNonBlocking", "cudaMallocHost", "cudaMalloc", "cudaFree",
-    "cudaMemGetInfo", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamSynchronize", "cudaStreamBeginCapture",
-    "cudaStreamEndCapture", "cudaGetLastError", "cudaGraphInstantiate", "cudaGraphDestroy", "cudaGraphLaunch",
-    "cudaGraphExecDestroy", "cudaFreeHost", "cudaStreamDestroy", "cudaEventCreate", "cudaEventDestroy",
-    "cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventRecordExternal", "cudaEventElapsedTime",
-)  # fmt: skip
 TENSORRT_NAMES = {
     "ILogger": ("VERBOSE", "INFO", "WARNING", "log"),
     "Runtime": ("deserialize_cuda_engine", "engine_host_code_allowed"),
@@ -501,34 +478,13 @@ RTX_NAMES = {
 """What is called of TensorRT for RTX, in addition."""
 
 
-def test_cuda_python_has_all_that_is_called() -> None:
+def test_cuda_python_has_all_that_the_source_names(root: Path) -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime")
-    missing = [name for name in CUDA_NAMES if not hasattr(runtime, name)]
-    assert not missing
-    for group, member in (
-        ("cudaError_t", "cudaSuccess"), ("cudaMemcpyKind", "cudaMemcpyHostToDevice"),
-        ("cudaMemcpyKind", "cudaMemcpyDeviceToHost"), ("cudaMemcpyKind", "cudaMemcpyDeviceToDevice"),
-        ("cudaStreamCaptureMode", "cudaStreamCaptureModeThreadLocal"),
-    ):  # fmt: skip
-        assert hasattr(getattr(runtime, group), member)
-
-
-@pytest.mark.parametrize("source", ["engines/cuda.py", "engines/tensorrt_device.py"])
-def test_the_lists_above_are_complete(root: Path, source: str) -> None:
-    """Every attribute of the packages that the sources name is checked, and nothing else."""
-    import re
-
-    text = (root / source).read_text()
-    used = set(re.findall(r'"(cuda[A-Z]\w+)"', text)) | set(re.findall(r"_runtime\.(cuda\w+)", text))
-    used -= {"cudaError_t", "cudaMemcpyKind", "cudaStreamCaptureMode", "cudaMemcpyHostToDevice"}
-    used -= {"cudaMemcpyDeviceToHost", "cudaMemcpyDeviceToDevice"}
-    if "cuda.py" in source:
-        assert used | {"cudaStreamNonBlocking"} == set(CUDA_NAMES)
-    else:
-        members = set(re.findall(r"\b(?:_?engine|_?context)\.(\w+)", text)) - {"file"}  # of a manifest's engine
-        listed = {name for group in ("ICudaEngine", "IExecutionContext") for name in RTX_NAMES[group]}
-        assert members <= listed
-        assert {name.split(".")[0] for name in re.findall(r"tensorrt\.([A-Z]\w+)", text)} <= set(TENSORRT_NAMES)
+    text = (root / "engines/cuda.py").read_text() + (root / "engines/cuda_device.py").read_text()
+    named = set(re.findall(r'"(cuda[A-Z]\w+)"', text)) | set(re.findall(r"[._]runtime\.(cuda\w+)", text))
+    assert len(named) > 20
+    groups = [runtime, runtime.cudaMemcpyKind, runtime.cudaStreamCaptureMode]
+    assert [name for name in named if not any(hasattr(group, name) for group in groups)] == []
 
 
 def test_tensorrt_for_rtx_has_all_that_is_called() -> None:
