@@ -14,7 +14,7 @@ from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.engines.device import Device
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
 from redraft.methods import find_method
