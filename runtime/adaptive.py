@@ -11,8 +11,8 @@ from math import exp
 from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
 from redraft.runtime.controller import Call, merged_ready
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.draft_noise import NoiseKind
 from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
+from redraft.runtime.sampling.noise import NoiseKind
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import cut, merge, pinned_nodes, root_only
 from redraft.types import NO_SPECULATION, BoolArray, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree

@@ -23,19 +23,17 @@ from redraft.packages import package_version
 from redraft.runtime import scheduler
 from redraft.runtime.cost import VerifyCosts, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.draft_noise import NO_NOISE, draft_noise
 from redraft.runtime.exactness import settle_exactness
-from redraft.runtime.generation import Generation, RequestError
+from redraft.runtime.generation import Generation, Pieces, RequestError
 from redraft.runtime.metrics import summarise
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
-from redraft.runtime.pieces import Pieces
-from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling import make_sampler, model_sampling
 from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
-from redraft.runtime.sampling.defaults import model_sampling
+from redraft.runtime.sampling.noise import NO_NOISE, draft_noise
 from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.speculators import Speculators
+from redraft.runtime.speculation import Speculators
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance
 from redraft.runtime.tokenizer import Detokenizer, Tokenizer
 from redraft.runtime.trace import TraceWriter

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
+from redraft.runtime.measurements import Identity, kept_file, read_kept, write_kept
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
+from redraft.runtime.measurements import Identity, kept_file, read_kept, write_kept
 from redraft.runtime.tree import chain, exact_part
 from redraft.runtime.verifier import Verifier
 from redraft.types import DraftTree, FloatArray, IntArray

@@ -21,12 +21,12 @@ from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array, Buffer, Device
 from redraft.runtime.device_tree import TreeStore, calls_of
-from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.limits import Limits
 from redraft.runtime.metrics import Clock
 from redraft.runtime.params import SamplingParams
-from redraft.runtime.ranges import WAIT, Ranges
+from redraft.runtime.profiling import WAIT, Ranges
 from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling.noise import draft_noise
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import chain
 from redraft.signatures import VerifierShape

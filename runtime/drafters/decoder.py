@@ -25,10 +25,10 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Array, Buffer, slots_of
 from redraft.names import DRAFT
+from redraft.runtime.drafters.candidate_noise import RowsProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
 from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
 from redraft.runtime.drafters.growing_tree import GrowingTree, log_share
-from redraft.runtime.drafters.proposals import RowsProposal
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only, within

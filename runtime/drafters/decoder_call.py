@@ -9,8 +9,8 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, HostOutputs, Program, sized, slots_of
+from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.drafters.growing_tree import GrowingTree
-from redraft.runtime.drafters.slot_noise import SlotNoise
 from redraft.runtime.sequence import Sequence
 from redraft.types import FloatArray
 

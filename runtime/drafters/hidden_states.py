@@ -16,9 +16,8 @@ from typing import Any
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, slots_of
 from redraft.names import DRAFT, RESAMPLE
-from redraft.runtime.drafters.engine import CATCH_UP
+from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall
-from redraft.runtime.drafters.pending import PendingFeatures
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
 from redraft.types import Outcome, Tree

@@ -19,12 +19,82 @@ from redraft.engines.bundle import Bundle
 from redraft.methods.lookahead import METHOD, LookaheadOptions
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.learning import moved
-from redraft.runtime.drafters.lookahead_window import Pool, Window
 from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, within
 from redraft.runtime.verifier import Verifier
 from redraft.types import NOT_REACHED, Budget, OfferKind, Outcome, Tree
+
+Ngram = tuple[int, ...]
+
+
+class Pool:
+    """N-grams by first token, at most `most` of each. A new one takes the place of the oldest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._following: dict[int, dict[Ngram, None]] = {}
+
+    def add(self, ngram: Ngram) -> None:
+        """Add an n-gram, or make it the latest of its first token."""
+        following = self._following.setdefault(ngram[0], {})
+        following.pop(ngram[1:], None)
+        following[ngram[1:]] = None
+        if len(following) > self._most:
+            del following[next(iter(following))]
+
+    def after(self, token: int) -> list[Ngram]:
+        """Return the n-grams that begin with `token`, without it, the latest first."""
+        return list(reversed(self._following.get(token, {})))
+
+
+@dataclass(slots=True)
+class Column:
+    """The N - 1 guesses of a column, row 0 first.
+
+    seeds: how many of the first ones the verifier did not choose.
+    """
+
+    tokens: list[int]
+    seeds: int
+
+
+class Window:
+    """The columns of a request. In column 0 the root takes the place of the first guess."""
+
+    def __init__(self, columns: int, rows: int, seeds: Several[int]) -> None:
+        """Fill the cells row by row with `seeds`, over and over."""
+        self.columns = [
+            Column([seeds[(row * columns + place) % len(seeds)] for row in range(rows)], rows)
+            for place in range(columns)
+        ]
+
+    def paths(self, columns: int) -> list[list[int]]:
+        """Return the tokens below the root down to the last cell, for each of the first columns."""
+        chain = [column.tokens[0] for column in self.columns[1:columns]]
+        return [[*chain[:place], *column.tokens[1:]] for place, column in enumerate(self.columns[:columns])]
+
+    def iterate(self, root: int, targets: Several[int]) -> list[Ngram]:
+        """Do one Jacobi iteration, and return the n-grams that it completed, column 0 first.
+
+        targets: the verifier's tokens after the last cells of the first columns; NOT_REACHED if it computed none, which
+        leaves the column as it is. The window is then one position further.
+        """
+        ngrams = []
+        for place, target in enumerate(targets):
+            if target != NOT_REACHED:
+                column = self.columns[place]
+                if column.seeds < 2:
+                    ngrams.append((column.tokens[0] if place else root, *column.tokens[1:], target))
+                column.tokens = [*column.tokens[1:], target]
+                column.seeds = max(column.seeds - 1, 0)
+        return ngrams
+
+    def move(self, positions: int) -> None:
+        """Move the window by some positions."""
+        passed = positions % len(self.columns)
+        self.columns = self.columns[passed:] + self.columns[:passed]
+
 
 RANKS = 3
 """Ranks among siblings with rates of their own. Later siblings share the last rank."""

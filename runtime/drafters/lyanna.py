@@ -13,8 +13,8 @@ from redraft import names
 from redraft.methods.lyanna import METHOD, tree_size
 from redraft.methods.lyanna_token_info import lookup
 from redraft.names import RESAMPLE
+from redraft.runtime.drafters.candidate_noise import AddedLogits
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.drafters.proposals import AddedLogits
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, Tree
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence as Several
 from redraft import names
 from redraft.engines.device import Array
 from redraft.methods.medusa import METHOD
+from redraft.runtime.drafters.engine import space_before
 from redraft.runtime.drafters.one_call import OneCallDrafter, TreeCall
-from redraft.runtime.drafters.pending import space_before
 from redraft.runtime.sequence import Sequence
 from redraft.types import Outcome, Tree
 

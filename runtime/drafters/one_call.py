@@ -22,8 +22,8 @@ from redraft.engines.host_buffer import array_of
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore
-from redraft.runtime.drafters.pending import FeatureBuffers
-from redraft.runtime.drafters.proposals import AddedLogits, ChainProposal
+from redraft.runtime.drafters.candidate_noise import AddedLogits, ChainProposal
+from redraft.runtime.drafters.engine import FeatureBuffers
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only, within

@@ -25,8 +25,7 @@ from redraft.methods.steered import METHOD
 from redraft.names import STEER
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
-from redraft.runtime.drafters.engine import CATCH_UP
-from redraft.runtime.drafters.pending import PendingFeatures
+from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.types import Outcome, Tree

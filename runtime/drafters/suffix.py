@@ -21,8 +21,7 @@ from redraft.errors import UsageError
 from redraft.methods.suffix import METHOD, SuffixOptions
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.learning import LEAST_PROBABILITY, STARTING_RATES, moved
-from redraft.runtime.drafters.suffix_store import SuffixStore
-from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixTree
+from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixStore, SuffixTree
 from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune

@@ -16,9 +16,8 @@ from redraft.bench import lossless
 from redraft.cli import check, main
 from redraft.runtime.drafters import method_words
 from redraft.runtime.drafters.ngram import DRAFTER as Ngram
-from redraft.runtime.sampling import drawn, rejection
-from redraft.runtime.sampling.coupled import Coupled
-from redraft.runtime.sampling.walk import Walk
+from redraft.runtime.sampling import rejection
+from redraft.runtime.sampling.path_sampler import Coupled, Walk
 
 Refused = Callable[..., str]
 Check = Callable[..., dict[str, Any]]
@@ -137,13 +136,13 @@ def test_blocks_that_take_the_bonus_from_the_target(checked: Check, monkeypatch:
 
 def biased(monkeypatch: pytest.MonkeyPatch, token: int, share: float) -> None:
     """Make every draw of `Rejection` this token, with this probability."""
-    right = drawn.verify
+    right = rejection.verify
 
     def verify(tree: Any, target: Any, chance: Any, block: bool) -> rejection.Accepted:
         found = right(tree, target, chance, block)
         return ((), token) if chance.accepts(share) else found
 
-    monkeypatch.setattr(drawn, "verify", verify)
+    monkeypatch.setattr(rejection, "verify", verify)
 
 
 @pytest.mark.slow

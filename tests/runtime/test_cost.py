@@ -11,7 +11,7 @@ from redraft import user_cache
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError
-from redraft.runtime import api, cost, kept
+from redraft.runtime import api, cost, measurements
 from redraft.runtime.cost import CostCurve, VerifyCosts, cached_costs, keep_costs, load_costs, measure_curve
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
@@ -101,7 +101,7 @@ def test_a_folder_that_machines_share_never_serves_another_gpus_times(
     drafter, identity = TimedDrafter(), {"build": "a", "device": "cuda"}
     calls = []
     for gpu in (Gpu("One", (9, 0), 1, 1), Gpu("One", (9, 0), 2, 2), other):
-        monkeypatch.setattr(kept, "find_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(measurements, "find_gpu", lambda gpu=gpu: gpu)
         load_costs(verifier, identity)
         cached_costs(verifier, drafter, {**identity, "method": "x"})
         calls.append((Timed.calls, drafter.calls))
@@ -118,7 +118,7 @@ def test_a_runtime_names_its_device(
     monkeypatch.setattr(cost, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
     monkeypatch.setattr(api, "settle_exactness", lambda verifier, identity: None)
     for name in ("One", "Other", "One"):
-        monkeypatch.setattr(kept, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
+        monkeypatch.setattr(measurements, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
         opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path).device
         open_over(opened, lyanna_bundle).close()
     assert len(curves) == measured == len(list(cache.iterdir()))
@@ -128,7 +128,7 @@ def test_a_runtime_names_its_device(
 def test_no_driver_is_used_if_no_gpu_computes(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(kept, "find_gpu", lambda: pytest.fail("the driver was asked"))
+    monkeypatch.setattr(measurements, "find_gpu", lambda: pytest.fail("the driver was asked"))
     load_costs(verifier, {"build": "a", **device})
     assert len(list(cache.iterdir())) == 1
 
@@ -139,7 +139,7 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
     def absent() -> Gpu:
         raise BackendError("no CUDA driver")
 
-    monkeypatch.setattr(kept, "find_gpu", absent)
+    monkeypatch.setattr(measurements, "find_gpu", absent)
     identity = {"build": "a", "device": "cuda"}
     assert load_costs(verifier, identity).largest == 24
     assert cached_costs(verifier, TimedDrafter(), identity) == Costs(0.5, 0.125)

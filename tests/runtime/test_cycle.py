@@ -15,11 +15,10 @@ from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import Call, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.drafters.base import Pair, TreeMaker
 from redraft.runtime.drafters.ngram import NgramDrafter
-from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Speculation
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import Verifier

@@ -19,7 +19,7 @@ from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
 from redraft.methods import find_method
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.drafters.proposals import ChainProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Tree

@@ -25,13 +25,12 @@ from redraft.noise_spec import DRAWN
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
+from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
-from redraft.runtime.sampling.greedy import Greedy
-from redraft.runtime.sampling.noise import RowKey, noise_of
+from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, RowKey, noise_of
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
 from redraft.runtime.tree import prune

@@ -20,12 +20,12 @@ from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
-from redraft.runtime import Runtime, SpeculationParams, api, speculators
+from redraft.runtime import Runtime, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.device_tree import calls_of
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Verifier
@@ -46,7 +46,7 @@ Nodes = tuple[list[int], list[int]]
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
 

@@ -22,7 +22,7 @@ from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.drafters.proposals import ChainProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.train.batches import Batch

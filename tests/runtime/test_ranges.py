@@ -16,8 +16,7 @@ import pytest
 from redraft.bench.stages import profile, with_paths
 from redraft.runtime import Generation, Runtime, SpeculationParams
 from redraft.runtime.metrics import Clock
-from redraft.runtime.ranges import ENGINE, FIELDS, STEP, Ranges
-from redraft.runtime.watchers import Nvtx, Recorded, Recording
+from redraft.runtime.profiling import ENGINE, FIELDS, STEP, Nvtx, Ranges, Recorded, Recording
 from redraft.types import Budget
 
 from .fakes import greedy, make_runtime

@@ -11,7 +11,7 @@ from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.types import NO_SPECULATION
 

@@ -17,8 +17,8 @@ from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SpeculationParams
 from redraft.runtime.adaptive import MethodRecord
 from redraft.runtime.cost import CostCurve
+from redraft.runtime.drafters.chain_lookups import PredictionDrafter
 from redraft.runtime.drafters.ngram import NgramDrafter
-from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay

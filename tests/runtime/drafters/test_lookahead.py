@@ -17,10 +17,8 @@ from redraft.methods.lookahead import LookaheadOptions
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.lookahead import LookaheadDrafter
-from redraft.runtime.drafters.lookahead_window import Pool, Window
-from redraft.runtime.sampling.greedy import Greedy
-from redraft.runtime.sampling.sampler import accept
+from redraft.runtime.drafters.lookahead import LookaheadDrafter, Pool, Window
+from redraft.runtime.sampling.sampler import Greedy, accept
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import ancestor_mask, layout, prune, root_only
 from redraft.types import Budget, DraftTree, Outcome

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redraft.runtime import Runtime, SamplingParams
-from redraft.runtime.sampling.coupled import Coupled
+from redraft.runtime.sampling.path_sampler import Coupled
 from redraft.runtime.sampling.truncation import Support, log_probs, support_of
 from tests.engines.bundles import build_tiny
 

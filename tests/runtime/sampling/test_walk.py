@@ -9,7 +9,7 @@ import pytest
 
 from redraft.runtime import SamplingParams
 from redraft.runtime.sampling import make_sampler
-from redraft.runtime.sampling.walk import Walk
+from redraft.runtime.sampling.path_sampler import Walk
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import NOT_REACHED, DraftTree
 

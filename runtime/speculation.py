@@ -19,12 +19,11 @@ from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import LengthRule
 from redraft.runtime.cost import VerifyCosts, cached_costs
 from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
+from redraft.runtime.drafters.base import Pair
+from redraft.runtime.drafters.chain_lookups import ForcedDrafter, PredictionDrafter
 from redraft.runtime.drafters.engine import EngineDrafter
-from redraft.runtime.drafters.forced import ForcedDrafter
-from redraft.runtime.drafters.pairing import Pair
-from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.exactness import settle_exactness
-from redraft.runtime.kept import Identity
+from redraft.runtime.measurements import Identity
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SpeculationParams
 from redraft.runtime.synthetic import Acceptance, SyntheticDrafter
