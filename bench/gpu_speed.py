@@ -21,8 +21,8 @@ from redraft.engines.device import Device
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, scheduler
 from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cost import MEASURED_KV_LEN, measure_curve
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.measurements import MEASURED_KV_LEN, measure_curve
 from redraft.runtime.offers import Speculation
 from redraft.runtime.profiling import STEP, WAIT, Recording
 from redraft.runtime.sampling.sampler import Greedy, Sampler

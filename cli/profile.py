@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from redraft.bench.roofline import Roofline
     from redraft.bench.stages import Profile
     from redraft.runtime import Generation
-    from redraft.runtime.profiling import Watcher
+    from redraft.runtime.profiling import RangeListener
 
 
 WARM_UPS_ON_DEVICE = 2
@@ -186,7 +186,7 @@ class Decoded:
     caveats: tuple[str, ...]
 
 
-def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> Decoded:
+def decode(asked: Asked, stack: ExitStack, watcher: RangeListener, around: str | None = None) -> Decoded:
     """Decode the prompt to warm up, twice on a device, then inside of a range `around` while `watcher` records it."""
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams

@@ -42,7 +42,7 @@ ENGINE = "engine."
 """Prefix of the names of engine calls; a graph's name follows."""
 
 
-class Watcher(Protocol):
+class RangeListener(Protocol):
     """Receives the begin and the end of every range, innermost last, and the counts between them.
 
     waits: True if the ranges of engine calls on a device last until the device is done, which slows the step. Otherwise
@@ -66,7 +66,7 @@ class Range:
 
     __slots__ = ("_field", "_seconds", "_started", "latest", "name", "watcher")
 
-    def __init__(self, name: str, clock: Clock, field: str | None, watcher: Watcher | None) -> None:
+    def __init__(self, name: str, clock: Clock, field: str | None, watcher: RangeListener | None) -> None:
         self.name = name
         self.latest = 0.0
         self.watcher = watcher
@@ -92,12 +92,12 @@ class Range:
             self._seconds[self._field] += spent
 
 
-class Ranges:
+class StageTimers:
     """The ranges of one runtime, created on first use; `clock` collects their seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.watcher: Watcher | None = None
+        self.watcher: RangeListener | None = None
         self._stages: dict[str, Range | _Nothing] = {}
         self._calls: dict[str, Range] = {}
 
@@ -138,7 +138,7 @@ class Ranges:
             self.watcher.count("accepted tokens", sum([outcome.accepted for outcome in outcomes]))
 
     @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
+    def watched(self, watcher: RangeListener) -> Iterator[None]:
         """Let `watcher` receive every range until the end of the block. Enter and leave it between two steps."""
         self._watch(watcher)
         try:
@@ -146,7 +146,7 @@ class Ranges:
         finally:
             self._watch(None)
 
-    def _watch(self, watcher: Watcher | None) -> None:
+    def _watch(self, watcher: RangeListener | None) -> None:
         self.watcher = watcher
         self._stages, self._calls = {}, {}
 

@@ -87,7 +87,8 @@ def check_share(name: str, value: float) -> None:
 class Heuristic(LengthRule):
     """Two more tokens if a whole draft was accepted, otherwise one fewer, at least one.
 
-    As `heuristic_transient`, every request starts with `gamma`; `heuristic` would continue from the last request.
+    This is `heuristic_transient` of transformers (Mamou et al., arXiv 2405.04304). Every request starts with `gamma`;
+    transformers' `heuristic` would continue from the last request.
     """
 
     def update(self, average: float, drafted: int, accepted: int) -> float:
@@ -99,9 +100,9 @@ class Heuristic(LengthRule):
 class Confidence(LengthRule):
     """Drafts of at most `gamma` tokens that end after the first token whose probability is below a threshold.
 
-    This token is verified too, as in transformers, which tests a token after drafting it. The defaults are those of
-    transformers. With scikit-learn installed, transformers also moves its threshold after every step; this rule,
-    as the GammaTune paper (§5, AssistantThreshold), does not.
+    This is `assistant_confidence_threshold` of transformers, with its defaults. This token is verified too, as in
+    transformers, which tests a token after drafting it. With scikit-learn installed, transformers also moves its
+    threshold after every step. This rule does not, as in the GammaTune paper (§5, AssistantThreshold).
     """
 
     gamma: int = 20
@@ -119,7 +120,9 @@ class Confidence(LengthRule):
 
 @dataclass(frozen=True)
 class GammaTune(LengthRule):
-    """An exponential average γ̄ of the accepted tokens A (Eq. 8). The next draft has γ = ⌈γ̄⌉ tokens.
+    """GammaTune (Gautam, Shrestha, Reddy: Token-Driven GammaTune, §4.1).
+
+    The rule keeps an exponential average γ̄ of the accepted tokens A (Eq. 8). The next draft has γ = ⌈γ̄⌉ tokens.
 
     If A = γ, then A ← A + δ before the average, as the text of §4.1 says. Eq. 7 and line 2 of Algorithm 1 assign
     A + δ to γ instead, which line 5 overwrites: read literally, the average could never exceed γ, and γ never grow.
@@ -181,7 +184,9 @@ MOST = 10
 
 @dataclass(frozen=True)
 class Svip(LengthRule):
-    """Drafts of at most `gamma` tokens that end after the first token with √(0.15 H(q)) > threshold.
+    """SVIP (Zhang et al., arXiv 2411.18462): a draft ends where the drafter's entropy is high.
+
+    Drafts have at most `gamma` tokens and end after the first token with √(0.15 H(q)) > threshold.
 
     q is the distribution from which the drafter took the token. Its entropy H needs every probability, and a tree has
     only those of its nodes. So the rule takes the largest lower bound of H that follows from them: a token without

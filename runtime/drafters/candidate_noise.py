@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Several
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class SlotNoise:
         """Buffers [1] for calls of one sequence whose tree nobody reads."""
         return self._silent
 
-    def set(self, batch: Several[Sequence], values: Mapping[str, Array], first: int = 0) -> None:
+    def set(self, batch: abc.Sequence[Sequence], values: Mapping[str, Array], first: int = 0) -> None:
         """Set the inputs of the next call, whose slot i has sequence i. values: arrays of the call's integers.
 
         first: levels of the draft that earlier calls made.
@@ -68,7 +68,7 @@ class SlotNoise:
             buffers[name].write(values)
         return buffers
 
-    def _factors(self, noises: Several[DraftNoise]) -> dict[str, Array]:
+    def _factors(self, noises: abc.Sequence[DraftNoise]) -> dict[str, Array]:
         return {
             names.DRAFT_LOGIT_SCALE: np.array([noise.logit_scale(self._own) for noise in noises], np.float32),
             names.NOISE_SCALE: np.array([noise.temperature for noise in noises], np.float32),
@@ -112,7 +112,7 @@ class RowsProposal:
     rows: the logits after each node of the chain, before noise.   scale: factor on logits.   tokens: of the columns.
     """
 
-    def __init__(self, rows: Several[FloatArray], scale: float, tokens: IntArray | None) -> None:
+    def __init__(self, rows: abc.Sequence[FloatArray], scale: float, tokens: IntArray | None) -> None:
         self.tokens = tokens
         self._rows = rows
         self._scale = np.float32(scale)

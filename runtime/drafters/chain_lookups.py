@@ -11,15 +11,13 @@ same bytes, so the drafter learns how often it does.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from collections import abc, defaultdict
 
 from redraft.methods.ngram import LONGEST_MATCH
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.drafters.learning import LEAST_PROBABILITY, moved
+from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, moved
 from redraft.runtime.offers import Offer, OfferKey
-from redraft.runtime.sampling.constraints import Constraint, GrammarState
+from redraft.runtime.sampling.constraints import Constraint
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree
 from redraft.runtime.verifier import Verifier
@@ -42,7 +40,7 @@ class PredictedText:
     matched: tokens before it that agree with the sequence, at most LONGEST_MATCH.
     """
 
-    def __init__(self, text: Several[int], prompt_length: int) -> None:
+    def __init__(self, text: abc.Sequence[int], prompt_length: int) -> None:
         self.text = text
         self.rates = [1 - (1 - _UNMATCHED) / (1 + matched) for matched in range(LONGEST_MATCH + 1)]
         self.place = 0
@@ -53,7 +51,7 @@ class PredictedText:
         for place, token in enumerate(text):
             self._places[token].append(place)
 
-    def follow(self, tokens: Several[int]) -> None:
+    def follow(self, tokens: abc.Sequence[int]) -> None:
         """Advance by the tokens committed since the last call."""
         text = self.text
         for token in tokens[self._seen :]:
@@ -64,7 +62,20 @@ class PredictedText:
         if self.matched == 0:
             self._seek(tokens)
 
-    def _seek(self, tokens: Several[int]) -> None:
+    def expected(self, most: int) -> abc.Sequence[int]:
+        """Return at most `most` tokens of the text that follow."""
+        return self.text[self.place : self.place + most]
+
+    def probability(self, step: int) -> float:
+        """Return how likely the token `step` tokens after the next one is, given those before it."""
+        return self.rates[min(self.matched + step, LONGEST_MATCH)]
+
+    def learn(self, step: int, is_correct: bool) -> None:
+        """Learn whether a drafted token was correct."""
+        kind = min(self.matched + step, LONGEST_MATCH)
+        self.rates[kind] = moved(self.rates[kind], is_correct, _PREDICTION_RATE)
+
+    def _seek(self, tokens: abc.Sequence[int]) -> None:
         """Continue at the position with the longest agreement with the latest tokens, the nearest of several."""
         places = self._places.get(tokens[-1], [])
         middle = bisect_left(places, self.place)
@@ -76,7 +87,7 @@ class PredictedText:
                 best = max(best, (length, -away, place + 1))
         self.matched, _, self.place = best
 
-    def _agreement(self, tokens: Several[int], place: int) -> int:
+    def _agreement(self, tokens: abc.Sequence[int], place: int) -> int:
         """Return how many tokens up to `place` agree with the latest ones."""
         length = 0
         while length < min(LONGEST_MATCH, place + 1, len(tokens)) and self.text[place - length] == tokens[-1 - length]:
@@ -84,100 +95,94 @@ class PredictedText:
         return length
 
 
-class PredictionDrafter(Drafter):
-    """Drafts from predicted outputs. A request needs its prediction before it begins."""
-
-    name = "prediction"
-
-    def __init__(self, verifier: Verifier) -> None:
-        super().__init__(verifier)
-        self._key = OfferKey(self.name, OfferKind.LOOKUP)
-
-    def predict(self, seq: Sequence, text: Several[int]) -> None:
-        """Set `text` as the prediction for `seq`."""
-        seq.drafting[self] = PredictedText(text, seq.prompt_length)
-
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """Return a chain of the predicted tokens that follow, while they are likely enough."""
-        found: PredictedText = seq.drafting[self]
-        found.follow(seq.tokens)
-        tokens, probs, prob = [seq.tokens[-1]], [1.0], 1.0
-        for step, token in enumerate(found.text[found.place : found.place + min(budget.depth, budget.nodes)]):
-            prob *= found.rates[min(found.matched + step, LONGEST_MATCH)]
-            if prob <= LEAST_PROBABILITY:
-                break
-            tokens.append(token)
-            probs.append(prob)
-        found.drafted = tokens[1:]
-        if not found.drafted:
-            return ()
-        return (Offer(self._key, make_tree(tokens, list(range(-1, len(tokens) - 1)), probs)),)
-
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """Learn from the draft: its tokens are correct or wrong, verified or not."""
-        found: PredictedText = seq.drafting[self]
-        drafted, found.drafted = found.drafted, []
-        for step, (token, target) in enumerate(zip(drafted, outcome.tokens, strict=False)):
-            kind = min(found.matched + step, LONGEST_MATCH)
-            found.rates[kind] = moved(found.rates[kind], token == target, _PREDICTION_RATE)
-            if token != target:
-                return
-
-
 _FORCED_RATE = 1 / 16
 _ASSUMED = 0.98
 """Share of forced tokens that the model chooses, before anything is learned."""
 
 
-@dataclass(slots=True)
-class Forced:
-    """A constraint's state after the first `seen` tokens of a sequence, and the latest draft after them.
+class ForcedTokens:
+    """A constraint, and its state after the first `_seen` tokens of a sequence.
 
     rate: share of forced tokens that the model chose.
     """
 
-    constraint: Constraint
-    state: GrammarState
-    seen: int
-    rate: float = _ASSUMED
-    drafted: Several[int] = ()
+    def __init__(self, constraint: Constraint, tokens: abc.Sequence[int]) -> None:
+        self.rate = _ASSUMED
+        self.drafted: list[int] = []
+        self._constraint = constraint
+        self._state = constraint.begin(tokens)
+        self._seen = len(tokens)
+
+    def follow(self, tokens: abc.Sequence[int]) -> None:
+        """Advance by the tokens committed since the last call."""
+        for token in tokens[self._seen :]:
+            self._state = self._constraint.advance(self._state, token)
+        self._seen = len(tokens)
+
+    def expected(self, most: int) -> list[int]:
+        """Return at most `most` tokens that must follow."""
+        return self._constraint.forced(self._state)[:most]
+
+    def probability(self, step: int) -> float:
+        """Return how likely each token is, given those before it."""
+        return self.rate
+
+    def learn(self, step: int, is_correct: bool) -> None:
+        """Learn whether a drafted token was chosen."""
+        self.rate = moved(self.rate, is_correct, _FORCED_RATE)
 
 
-class ForcedDrafter(Drafter):
-    """Drafts forced tokens. A request needs its constraint before it begins."""
+class ChainLookup(Drafter):
+    """Drafts a chain of the tokens that a request expects, while they are likely enough.
 
-    name = "forced"
+    The state of a sequence is a `PredictedText` or `ForcedTokens`, which a request needs before it begins.
+    """
 
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
         self._key = OfferKey(self.name, OfferKind.LOOKUP)
 
-    def constrain(self, seq: Sequence, constraint: Constraint) -> None:
-        """Set the constraint of `seq`."""
-        state = constraint.begin(seq.tokens)
-        seq.drafting[self] = Forced(constraint, state, len(seq.tokens))
-
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """Return a chain of the tokens that must follow, while they are likely enough."""
-        found: Forced = seq.drafting[self]
-        for token in seq.tokens[found.seen :]:
-            found.state = found.constraint.advance(found.state, token)
-        found.seen = len(seq.tokens)
-        forced = found.constraint.forced(found.state)[: min(budget.depth, budget.nodes)]
-        probs = [1.0]
-        while len(probs) <= len(forced) and (prob := probs[-1] * found.rate) > LEAST_PROBABILITY:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+        """Return the chain, unless it has no token."""
+        state: PredictedText | ForcedTokens = seq.drafting[self]
+        state.follow(seq.tokens)
+        tokens, probs = [seq.tokens[-1]], [1.0]
+        for step, token in enumerate(state.expected(min(budget.depth, budget.nodes))):
+            prob = probs[-1] * state.probability(step)
+            if prob <= LEAST_PROBABILITY:
+                break
+            tokens.append(token)
             probs.append(prob)
-        found.drafted = forced[: len(probs) - 1]
-        if not found.drafted:
+        state.drafted = tokens[1:]
+        if not state.drafted:
             return ()
-        tree = make_tree([seq.tokens[-1], *found.drafted], list(range(-1, len(found.drafted))), probs)
-        return (Offer(self._key, tree),)
+        return (Offer(self._key, make_tree(tokens, list(range(-1, len(tokens) - 1)), probs)),)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """Learn which forced tokens the model chose, verified or not."""
-        found: Forced = seq.drafting[self]
-        drafted, found.drafted = found.drafted, ()
-        for token, chosen in zip(drafted, outcome.tokens, strict=False):
-            found.rate = moved(found.rate, token == chosen, _FORCED_RATE)
-            if token != chosen:
+        """Learn from the draft: its tokens are correct or wrong, verified or not."""
+        state: PredictedText | ForcedTokens = seq.drafting[self]
+        drafted, state.drafted = state.drafted, []
+        for step, (token, target) in enumerate(zip(drafted, outcome.tokens, strict=False)):
+            state.learn(step, token == target)
+            if token != target:
                 return
+
+
+class PredictionDrafter(ChainLookup):
+    """Drafts from predicted outputs."""
+
+    name = "prediction"
+
+    def predict(self, seq: Sequence, text: abc.Sequence[int]) -> None:
+        """Set `text` as the prediction for `seq`."""
+        seq.drafting[self] = PredictedText(text, seq.prompt_length)
+
+
+class ForcedDrafter(ChainLookup):
+    """Drafts the tokens that a constraint leaves no choice about, such as names of JSON keys."""
+
+    name = "forced"
+
+    def constrain(self, seq: Sequence, constraint: Constraint) -> None:
+        """Set the constraint of `seq`."""
+        seq.drafting[self] = ForcedTokens(constraint, seq.tokens)

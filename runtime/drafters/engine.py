@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_left
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -27,8 +27,8 @@ from redraft.runtime.bound_step import gathered, slot_copy
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.profiling import WAIT
-from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.steps import LruCache
 from redraft.runtime.verifier import Verifier
 
 CATCH_UP = names.CATCH_UP_ROWS
@@ -159,10 +159,10 @@ class PendingFeatures(FeatureBuffers):
     """A drafter that reads all rows. The state of a sequence has `pending`, the number of its rows that wait."""
 
     @cached_property
-    def _shifts(self) -> Recent[int, Shift]:
-        return Recent(self._most_calls, self._device.wait)
+    def _shifts(self) -> LruCache[int, Shift]:
+        return LruCache(self._most_calls, self._device.wait)
 
-    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
+    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
         """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
         space = space_before(rows)
         found, reads = [], False
@@ -181,7 +181,7 @@ class PendingFeatures(FeatureBuffers):
     def _drop(self, slot: int) -> None:
         """Move the rows of a slot after the first CATCH_UP ones to the front."""
         pending = tuple(self.pending_features(range(slot, slot + 1)).values())
-        shift = self._shifts.get(slot) or self._shifts.add(slot, Shift(self._device, self._gather, pending))
+        shift = self._shifts.get(slot, lambda: Shift(self._device, self._gather, pending))
         shift()
 
 
@@ -202,7 +202,7 @@ def space_before(rows: int) -> int:
 class Shift:
     """Moves the pending rows of a slot to the front after a call has used the first CATCH_UP ones."""
 
-    def __init__(self, device: Device, gather: Program, pending: Several[Buffer]) -> None:
+    def __init__(self, device: Device, gather: Program, pending: abc.Sequence[Buffer]) -> None:
         space = pending[0].shape[1] - CATCH_UP
         path, start = device.empty("int64", 1, space), device.empty("int64", 1)
         path.write(np.arange(CATCH_UP, CATCH_UP + space)[None])

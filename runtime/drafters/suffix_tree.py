@@ -4,15 +4,16 @@ It is a tree of reversed texts. A child of a node adds the token before the node
 visits the contexts of all lengths. A node is split only if more than a few contexts share it, and a split node keeps
 only its latest places. So the tree needs a limited number of bytes for each token.
 
-Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3. Texts can be removed.
+A store has one tree a tenant, with earlier outputs of the runtime. If it is full, it drops the oldest outputs.
+
+Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -54,14 +55,14 @@ class SuffixTree:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._texts: dict[int, Several[int]] = {}
+        self._texts: dict[int, Sequence[int]] = {}
         self._root = _Node()
 
     def __len__(self) -> int:
         """Return the number of texts."""
         return len(self._texts)
 
-    def add(self, number: int, text: Several[int], start: int) -> None:
+    def add(self, number: int, text: Sequence[int], start: int) -> None:
         """Index the tokens of a text from `start` on. Pass a longer text again with its first new index."""
         self._texts[number] = text
         for index in range(max(start, 1), len(text)):
@@ -73,7 +74,7 @@ class SuffixTree:
         for index in range(max(start, 1), len(text)):
             self._take_out(text, index, number << _SHIFT | index)
 
-    def matches(self, tokens: Several[int]) -> list[Match]:
+    def matches(self, tokens: Sequence[int]) -> list[Match]:
         """Return the places that continue the latest of `tokens`, by length of context, longest first.
 
         Each match also has the places of the matches before it.
@@ -89,7 +90,7 @@ class SuffixTree:
         found.reverse()
         return found
 
-    def following(self, place: int, count: int) -> Several[int]:
+    def following(self, place: int, count: int) -> Sequence[int]:
         """Return at most `count` tokens from a place on, up to the end of the text."""
         index = place & _INDEX
         return self._texts[place >> _SHIFT][index : index + count]
@@ -99,7 +100,7 @@ class SuffixTree:
         """Return the index of a place in its text."""
         return place & _INDEX
 
-    def _walk(self, tokens: Several[int]) -> Iterator[_Node]:
+    def _walk(self, tokens: Sequence[int]) -> Iterator[_Node]:
         """Yield the nodes of the latest tokens, root first, as far as the tree has them."""
         node: _Node | None = self._root
         end = len(tokens)
@@ -110,14 +111,14 @@ class SuffixTree:
             end -= 1
             node = node.children.get(tokens[end])
 
-    def _longer(self, tokens: Several[int], depth: int, places: list[int]) -> Iterator[Match]:
+    def _longer(self, tokens: Sequence[int], depth: int, places: list[int]) -> Iterator[Match]:
         """Yield the matches of a leaf with longer contexts than its own, shortest first."""
         lengths = [self._agreement(tokens, place, depth) for place in places]
         for length in sorted(set(lengths)):
             if length > depth:
                 yield Match(length, [place for place, agrees in zip(places, lengths, strict=True) if agrees >= length])
 
-    def _agreement(self, tokens: Several[int], place: int, length: int) -> int:
+    def _agreement(self, tokens: Sequence[int], place: int, length: int) -> int:
         """Return how many tokens before a place agree with the latest ones. `length` of them are known to agree."""
         text, index, end = self._texts[place >> _SHIFT], place & _INDEX, len(tokens)
         most = min(self._depth, index, end)
@@ -125,7 +126,7 @@ class SuffixTree:
             length += 1
         return length
 
-    def _insert(self, text: Several[int], index: int, place: int) -> None:
+    def _insert(self, text: Sequence[int], index: int, place: int) -> None:
         node, depth = self._root, 0
         while node.children is not None:
             _append(node.places, place)
@@ -152,7 +153,7 @@ class SuffixTree:
                 child = node.children[before] = _Node()
             child.places.append(place)
 
-    def _take_out(self, text: Several[int], index: int, place: int) -> None:
+    def _take_out(self, text: Sequence[int], index: int, place: int) -> None:
         node, depth = self._root, 0
         path = []
         while True:
@@ -216,7 +217,7 @@ class SuffixStore:
         """Return the tree of a tenant's outputs; None without outputs."""
         return self._trees.get(tenant)
 
-    def add(self, tenant: str, prompt_end: Several[int], output: Several[int]) -> None:
+    def add(self, tenant: str, prompt_end: Sequence[int], output: Sequence[int]) -> None:
         """Add an output. The last tokens of its prompt are the context of its first token, and are never drafted.
 
         The store ignores an output that is longer than itself.

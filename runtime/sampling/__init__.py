@@ -16,7 +16,7 @@ from redraft import names
 from redraft.errors import BundleError, UsageError
 from redraft.runtime.params import COUPLED, SamplingParams
 from redraft.runtime.sampling.constraints import Constraint
-from redraft.runtime.sampling.path_sampler import Walk
+from redraft.runtime.sampling.path_sampler import PathSampler
 from redraft.runtime.sampling.processors import make_processors
 from redraft.runtime.sampling.rejection import Rejection
 from redraft.runtime.sampling.sampler import Greedy, Sampler
@@ -31,7 +31,7 @@ def make_sampler(
     if params.temperature and params.acceptance != COUPLED:
         return Rejection(params, processors, record_logit_margins)
     if params.temperature or processors or params.logprobs is not None:
-        return Walk(params, processors, record_logit_margins)
+        return PathSampler(params, processors, record_logit_margins)
     return Greedy(record_logit_margins)
 
 

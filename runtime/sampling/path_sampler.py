@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,57 +28,37 @@ _FEW = 4096
 """For so many tokens, the noise of all is computed at once."""
 
 
-class Choose(Protocol):
-    """Chooses a token of a support."""
+def choose(support: Support, seed: int | None, position: int) -> int:
+    """Return the place in `support` of the token at an absolute position: the largest score + noise of the seed.
 
-    def choose(self, support: Support, position: int) -> int:
-        """Return the place in `support` of the token at this absolute position."""
+    Without a seed it is the largest score. Of equal ones it is the first.
+    """
+    scores = support.scores
+    if seed is None or len(scores) <= _FEW:
+        return int(perturbed(support, seed, position).argmax())
+    found = hashes(row_key(seed, position), _ids(support))
+    near = scores > -_NEAR
+    best = (scores[near] + gumbel(found[near])).max()
+    # All other scores are lower than the largest, 0, by _NEAR or more.
+    places = np.flatnonzero(near | (found <= np.uint32(largest_hash(float(best) + _NEAR))))
+    return int(places[(scores[places] + gumbel(found[places])).argmax()])
 
-    def perturbed(self, support: Support, position: int) -> FloatArray:
-        """Return the scores of which `choose` returns the place of the largest, float32[n]."""
 
-
-class Likeliest:
-    """Chooses the likeliest token."""
-
-    def choose(self, support: Support, position: int) -> int:
-        """Return the place of the largest score, the first of equal ones."""
-        return int(support.scores.argmax())
-
-    def perturbed(self, support: Support, position: int) -> FloatArray:
-        """Return the scores."""
+def perturbed(support: Support, seed: int | None, position: int) -> FloatArray:
+    """Return score + noise of the seed at this position, float32[n]; the scores without a seed."""
+    if seed is None:
         return support.scores
-
-
-class Coupled:
-    """Draws with the noise of a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def choose(self, support: Support, position: int) -> int:
-        """Return the place of the largest score + noise, the first of equal ones."""
-        scores = support.scores
-        if len(scores) <= _FEW:
-            return int(self.perturbed(support, position).argmax())
-        found = hashes(row_key(self._seed, position), _ids(support))
-        near = scores > -_NEAR
-        best = (scores[near] + gumbel(found[near])).max()
-        # All other scores are lower than the largest, 0, by _NEAR or more.
-        places = np.flatnonzero(near | (found <= np.uint32(largest_hash(float(best) + _NEAR))))
-        return int(places[(scores[places] + gumbel(found[places])).argmax()])
-
-    def perturbed(self, support: Support, position: int) -> FloatArray:
-        """Return score + noise."""
-        return support.scores + noise_of(row_key(self._seed, position), _ids(support))
+    return support.scores + noise_of(row_key(seed, position), _ids(support))
 
 
 def _ids(support: Support) -> HashArray:
     return all_ids(len(support.scores)) if support.ids is None else support.ids.astype(np.uint32)
 
 
-class Walk(Sampler):
+class PathSampler(Sampler):
     """Goes from the root to the child that equals its target token, and so on, with the processors' states.
+
+    It computes tokens only along the accepted path, so its cost is that of the accepted rows.
 
     Every visited node is committed, so one state is enough: it covers the tokens up to the last visited node.
     If requested, `logit_margins` records the lead of each token's score over the second largest, noise included, and
@@ -90,13 +70,19 @@ class Walk(Sampler):
     ) -> None:
         self._params = params
         self._processors = processors
-        self._choose: Choose = Coupled(params.seed) if params.temperature else Likeliest()
+        self._seed = params.seed if params.temperature else None
         self._states: list[Any] = []
         self._length = self._prompt_length = 0
         self.logit_margins = [] if record_logit_margins else None
         self.logprobs = None if params.logprobs is None else []
         whole = not (params.top_k or params.top_p < 1 or params.min_p or processors)
-        if type(self) is Walk and whole and params.temperature and self.logprobs is None and self.logit_margins is None:
+        if (
+            type(self) is PathSampler
+            and whole
+            and params.temperature
+            and self.logprobs is None
+            and self.logit_margins is None
+        ):
             self.device_temperature = max(params.temperature, LEAST_TEMPERATURE)
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
@@ -132,7 +118,7 @@ class Walk(Sampler):
             for node in np.flatnonzero(tree.pinned).tolist():
                 with suppress(UsageError):  # no token can follow it
                     support = support_of(logits[node].copy(), self._params)
-                    targets[node] = support.token(self._choose.choose(support, length + int(depths[node])))
+                    targets[node] = support.token(choose(support, self._seed, length + int(depths[node])))
         return targets
 
     def _advance(self, fresh: Iterable[int]) -> None:
@@ -152,13 +138,13 @@ class Walk(Sampler):
         for processor, state in zip(self._processors, self._states, strict=True):
             row = processor.process(state, row)
         support = support_of(row, self._params)
-        place = self._choose.choose(support, self._length)
+        place = choose(support, self._seed, self._length)
         self._record(support, place)
         return support.token(place)
 
     def _record(self, support: Support, place: int) -> None:
         if self.logit_margins is not None:
-            self.logit_margins += top_two_margins(self._choose.perturbed(support, self._length)[None])
+            self.logit_margins += top_two_margins(perturbed(support, self._seed, self._length)[None])
         if self.logprobs is not None:
             assert self._params.logprobs is not None
             self.logprobs.append(token_logprobs(support, place, self._params.logprobs))

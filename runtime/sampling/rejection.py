@@ -26,7 +26,7 @@ from redraft.errors import UsageError
 from redraft.noise_spec import ACCEPTANCE
 from redraft.runtime.params import BLOCK, SamplingParams
 from redraft.runtime.sampling.noise import row_key
-from redraft.runtime.sampling.path_sampler import Likeliest, Walk
+from redraft.runtime.sampling.path_sampler import PathSampler
 from redraft.runtime.sampling.processors import Processor
 from redraft.runtime.sampling.truncation import Support, support_of
 from redraft.runtime.tree import is_chain, layout
@@ -61,7 +61,7 @@ def verify(tree: Tree, target: Target, chance: Chance, block: bool) -> Accepted:
 
 
 def verify_tree(tree: Tree, target: Target, chance: Chance) -> Accepted:
-    """Walk from the root to the first node without an accepted child, and draw the next token there.
+    """PathSampler from the root to the first node without an accepted child, and draw the next token there.
 
     `target` is called for accepted nodes only.
     """
@@ -214,7 +214,7 @@ class Uniforms:
         return int(tokens[min(place, len(tokens) - 1)])  # rounding may reach the sum
 
 
-class Rejection(Walk):
+class Rejection(PathSampler):
     """Accepts candidates with the probabilities of `rejection`.
 
     Node by node, the processors run for accepted nodes only. Block verification needs the distributions of all nodes.
@@ -224,7 +224,7 @@ class Rejection(Walk):
         self, params: SamplingParams, processors: Sequence[Processor] = (), record_logit_margins: bool = False
     ) -> None:
         super().__init__(params, processors, record_logit_margins)
-        self._choose = Likeliest()  # for margins
+        self._seed = None  # margins have no noise
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Accept nodes of the tree and draw the token after them. If no token may follow, the outcome has the error."""

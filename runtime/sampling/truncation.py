@@ -2,6 +2,11 @@
 
 The order is temperature, top-k, top-p, min-p. Each looks only at the tokens that the ones before it left, with their
 probabilities normalized again. Noise is needed only for the tokens that are left.
+
+Log probabilities are of the distribution from which the token is drawn: after all processors, temperature and
+truncation. At temperature 0 they are of the processed logits at temperature 1. So a token that is never drawn has none,
+and exp of the chosen token's log probability is how often it is drawn. (vLLM's default is before processors; its mode
+`processed_logprobs` is this one.)
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from redraft import user_cache
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError
-from redraft.runtime import api, cost, measurements
-from redraft.runtime.cost import CostCurve, VerifyCosts, cached_costs, keep_costs, load_costs, measure_curve
+from redraft.runtime import api, measurements
+from redraft.runtime.cost import CostCurve, VerifyCosts
+from redraft.runtime.measurements import cached_costs, load_costs, measure_curve, save_costs
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 
@@ -115,7 +116,7 @@ def test_a_runtime_names_its_device(
     lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, device: str, measured: int
 ) -> None:
     bundle, curves = open_bundle(lyanna_bundle, verify=False), []
-    monkeypatch.setattr(cost, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
+    monkeypatch.setattr(measurements, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
     monkeypatch.setattr(api, "settle_exactness", lambda verifier, identity: None)
     for name in ("One", "Other", "One"):
         monkeypatch.setattr(measurements, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
@@ -292,13 +293,13 @@ def test_numbers_of_sequences_that_were_not_measured_lie_between() -> None:
     assert costs.table_ms(4) == pytest.approx([2 * ms for ms in TRUE.table_ms])
     called(costs, [8] * 64, CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}), sequences=4)
     assert costs.table_ms(4)[8] == pytest.approx(3 * 13.5, rel=0.02)
-    assert set(costs.believed) == {1, 4, 16}
+    assert set(costs.estimated) == {1, 4, 16}
 
 
 def test_estimates_are_saved_with_the_measured_times(verifier: Timed, cache: Path) -> None:
     costs = load_costs(verifier, {"build": "a"})
     called(costs, [1] * 64)
-    keep_costs(costs, {"build": "a"})
+    save_costs(costs, {"build": "a"})
     again = load_costs(verifier, {"build": "a"})
     assert again.table_ms(1) == pytest.approx(costs.table_ms(1))
     assert again.measured == costs.measured
@@ -311,7 +312,7 @@ def test_a_change_that_matters_little_is_not_written(verifier: Timed, cache: Pat
     before = file.stat().st_mtime_ns, file.read_bytes()
     slightly = CostCurve(tuple(1.01 * ms for ms in costs.table_ms(1)))
     called(costs, [1] * 64, slightly)
-    keep_costs(costs, {"build": "a"})
+    save_costs(costs, {"build": "a"})
     assert (file.stat().st_mtime_ns, file.read_bytes()) == before
 
 

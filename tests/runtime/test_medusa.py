@@ -131,7 +131,7 @@ def test_heads_read_the_hidden_state_that_gave_the_last_token(
     three: Runtime, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each drafted tree has the candidates of transformers' own hidden state there, in every slot and every step."""
-    drafter, seen = three._speculators.drafter("medusa"), list[tuple[list[int], Tree]]()
+    drafter, seen = three._speculation.drafter("medusa"), list[tuple[list[int], Tree]]()
     draft = drafter.draft
 
     def observed(batch: list[Sequence], budgets: list[Budget]) -> list[Tree]:

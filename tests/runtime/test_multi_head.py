@@ -140,7 +140,7 @@ def test_drafts_have_trainings_logits(
 ) -> None:
     """In every slot and step, whatever was rejected before: of the whole text so far, computed again."""
     runtime: Runtime = request.getfixturevalue(slots)
-    drafter, seen = runtime._speculators.drafter(HEAD), list[tuple[list[int], np.ndarray, Tree]]()
+    drafter, seen = runtime._speculation.drafter(HEAD), list[tuple[list[int], np.ndarray, Tree]]()
     draft = drafter.draft
 
     def observed(batch: list[Sequence], budgets: list[Budget]) -> list[Tree]:

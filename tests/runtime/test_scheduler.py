@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 
 import pytest
 
@@ -30,7 +30,7 @@ class Noting(Cycle):
         self.events.append(("begin", seq.prompt_length, slot))
         super().begin(seq, slot)
 
-    def step(self, batch: Several[Sequence]) -> None:
+    def step(self, batch: abc.Sequence[Sequence]) -> None:
         self.events.append(("step", *[seq.prompt_length for seq in batch]))
         super().step(batch)
 

@@ -405,7 +405,7 @@ def test_texts_of_engines_are_plain_decodings(opened: Runtime) -> None:
 def test_it_takes_branching_trees_of_a_verifier_that_prefers_chains(lyanna_bundle: Path) -> None:
     """A budget of width 1 leaves one chain a step: an n-gram, or the first column."""
     with Runtime.open(lyanna_bundle, threads=1, verify=False, drafter_options={"lookahead": OPTIONS}) as runtime:
-        assert runtime.verifier.prefers_chains
+        assert runtime.verifier.steps.prefers_chains
         assert not runtime.verifier.branches
         for way in (SpeculationParams("lookahead", budget=Budget(9, 9, 1)), "lookahead"):
             trace = io.StringIO()

@@ -274,7 +274,7 @@ def test_an_unfinished_stream_is_not_kept() -> None:
     stream = runtime.stream([97, 98, 99], greedy(60), how)
     next(stream)
     del stream
-    store = runtime._speculators.drafter("suffix").store
+    store = runtime._speculation.drafter("suffix").store
     assert len(store) == 0
     "".join(runtime.stream([97, 98, 99], greedy(60), how))
     assert len(store) == 1
