@@ -167,7 +167,7 @@ def test_a_name_within_another_word_is_no_use(source: str) -> None:
     [
         "import redraft.methods.suffix",
         "from redraft.methods import suffix as method",
-        "from redraft.runtime.drafters.suffix_store import SuffixStore",
+        "from redraft.runtime.drafters.suffix_tree import SuffixStore",
         "x = 'suffix'",
         "x = f'suffix+{y}'",
         "x = {'suffix.max': 1}",

@@ -14,10 +14,10 @@ from redraft import names, signatures
 from redraft.export.graph.step_graphs import export_slot_copy, export_step_graphs
 from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
-from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampling import make_sampler
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.noise import draft_noise
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.tree import ancestor_mask
 from redraft.signatures import VerifierShape
 from redraft.types import DraftTree

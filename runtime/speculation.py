@@ -17,14 +17,13 @@ from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import Controller, FixedBudget
 from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.cost import VerifyCosts, cached_costs
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
+from redraft.runtime.drafters.base import Pair
+from redraft.runtime.drafters.chain_lookups import ForcedDrafter, PredictionDrafter
 from redraft.runtime.drafters.engine import EngineDrafter
-from redraft.runtime.drafters.forced import ForcedDrafter
-from redraft.runtime.drafters.pairing import Pair
-from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.exactness import settle_exactness
-from redraft.runtime.kept import Identity
+from redraft.runtime.measurements import Identity, cached_costs
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SpeculationParams
 from redraft.runtime.synthetic import Acceptance, SyntheticDrafter
@@ -34,7 +33,7 @@ from redraft.types import NO_SPECULATION, Budget
 _ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
 
 
-class Speculators:
+class SpeculationFactory:
     """The drafters and controllers of a runtime."""
 
     def __init__(
@@ -100,7 +99,7 @@ class Speculators:
             if self._exact:
                 settle_exactness(self._verifier, self._identity)
         most = budget or _ANY
-        if self._verifier.prefers_chains and not wide:
+        if self._verifier.steps.prefers_chains and not wide:
             most = replace(most, width=1)
         if forced is not None:
             drafter = SyntheticDrafter(self._verifier, forced)
