@@ -91,7 +91,7 @@ def for_onnxruntime(file: Path) -> Path:
 
 def restore_bodies(model: onnx.ModelProto) -> onnx.ModelProto:
     """Give the plugin's nodes of a prepared graph the operator's body again, in place."""
-    from redraft.export.tree_attention import bodies
+    from redraft.export.graph.tree_attention import bodies
 
     for node in model.graph.node:
         if node.op_type == names.TREE_ATTENTION:
@@ -193,7 +193,7 @@ def _head_norm(graph: _Graph, x: str, heads: int) -> str:
 
 
 def _model(graph: _Graph) -> onnx.ModelProto:
-    from redraft.export.tree_attention import OPSET, bodies
+    from redraft.export.graph.tree_attention import OPSET, bodies
 
     d = graph.decoder
     inputs, outputs = (
