@@ -223,9 +223,8 @@ def load_manifest(bundle: Path) -> Manifest:
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise BundleError(
-            f"{bundle} is not an engine bundle: expected {MANIFEST} in it, found none", _build(bundle)
-        ) from None
+        problem = f"{bundle} is not an engine bundle: expected {MANIFEST} in it, found none"
+        raise BundleError(problem, f"run `redraft build MODEL -o {bundle}`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{path}: expected JSON, found {error}", rebuild_command(bundle)) from None
     if not isinstance(values, dict):
@@ -241,10 +240,6 @@ def load_manifest(bundle: Path) -> Manifest:
         raise BundleError(f"{path}: its digest does not hold: it was changed", rebuild_command(bundle))
     _check_paths(manifest, bundle)
     return manifest
-
-
-def _build(out: Path) -> str:
-    return f"run `redraft build MODEL -o {out}`"
 
 
 def _rebuild(out: Path, values: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from redraft.runtime.bound_step import slot_copy
 from tests.standins.cuda import FakeCuda
 from tests.standins.tensorrt import FakeTensorRt, write_engine
 
-from .bundles import manifest_of
+from .bundles import buffers_of, manifest_of
 from .fake_onnxruntime import onnxruntime_cuda
 from .graphs import Decoder, save_verifier
 
@@ -57,13 +57,7 @@ def device(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeyp
 
 
 def layout_buffers(device: Device, sequences: int = 2, nodes: int = 3) -> dict[str, Buffer]:
-    fields = (names.HOST_TOKENS, names.HOST_PARENTS, names.STORED_TOKENS, names.STORED_PARENTS, names.TOKEN_IDS,
-              names.PARENTS, names.POSITIONS)  # fmt: skip
-    return {
-        **{name: device.empty("int64", sequences, nodes) for name in fields},
-        **{name: device.empty("int64", sequences) for name in (names.ON_DEVICE, names.CACHE_LEN)},
-        names.TREE_MASK: device.empty("bool", sequences, nodes, nodes),
-    }  # fmt: skip
+    return buffers_of(device, device.program(names.STEP_PREPARE_TREE), B=sequences, T=nodes, S=nodes)
 
 
 def test_a_copy_is_put_in_order_and_may_run_again(device: Device) -> None:
@@ -222,19 +216,12 @@ def test_an_in_place_update_uses_one_buffer(device: Device, graph: str) -> None:
 
 def state_buffers(device: Device, graph: str, slots: int = 2, nodes: int = 4) -> dict[str, Buffer]:
     """Buffers of a graph over KV rows with distinct values."""
-    buffers: dict[str, Buffer] = {}
-    for spec in device.program(graph).inputs:
-        if spec.name in (names.SOURCE_SLOT, names.TARGET_SLOT):
-            continue  # the host says which
-        sizes = {"B": slots, "T": nodes, "C": 16}
-        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
-        buffers[spec.name] = device.empty(spec.dtype, *shape)
-        if spec.dtype == "float32":
-            buffers[spec.name].write(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
-    host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
-    ends = {name: buffer for name, buffer in host_inputs.buffers.items() if graph == names.STEP_COPY_SLOT}
-    updated = {s.name: buffers[s.in_place_of] for s in device.program(graph).outputs if s.in_place_of}
-    return {**buffers, **ends, **updated}
+    buffers = buffers_of(device, device.program(graph), B=slots, T=nodes, C=16)
+    for buffer in buffers.values():
+        if buffer.dtype == "float32":
+            buffer.write(np.arange(np.prod(buffer.shape), dtype=np.float32).reshape(buffer.shape))
+    host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})  # the host says which
+    return {**buffers, **(host_inputs.buffers if graph == names.STEP_COPY_SLOT else {})}
 
 
 def test_a_slot_moves_to_the_slot_of_the_host(device: Device) -> None:

@@ -26,7 +26,7 @@ from redraft.errors import BackendError, BundleError
 from tests.standins.cuda import FakeCuda
 
 from . import fake_onnxruntime
-from .bundles import write_bundle
+from .bundles import buffers_of, write_bundle
 from .fake_onnxruntime import QueuedSession, onnxruntime_cuda
 
 
@@ -97,11 +97,7 @@ def test_sizes_are_bound_in_host_memory(bundle: Bundle, gpu: OnnxRuntimeCuda) ->
     """If bound on the GPU, they would be copied only once, at binding."""
     program = gpu.program(names.VERIFIER)
     assert isinstance(program, OnnxRuntimeProgram)
-    sizes = {"B": 1, "T": 2, "R": 2, "C": 8}
-    buffers: dict[str, Any] = {}
-    for spec in (*program.inputs, *program.outputs):
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-        buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
+    buffers = buffers_of(gpu, program, B=1, T=2, R=2, C=8)
     with pytest.raises(BackendError, match="reads kv_len on the host, but the tensor is only on the GPU"):
         program.bind(buffers)
     host_inputs = gpu.host_inputs(**{names.KV_LEN: (1,), names.CACHE_LEN: (1,)})

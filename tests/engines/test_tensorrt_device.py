@@ -36,7 +36,7 @@ from tests.runtime.devices import tensorrt_device as over_fakes
 from tests.standins.cuda import FakeCuda, Status
 from tests.standins.tensorrt import FakeTensorRt, Profile, write_engine
 
-from .bundles import manifest_of, write_bundle
+from .bundles import buffers_of, manifest_of, write_bundle
 from .graphs import Decoder
 
 DECODER = Decoder(layers=1, vocabulary=11)
@@ -68,11 +68,7 @@ def fakes(device: TensorRtDevice) -> tuple[FakeCuda, FakeTensorRt]:
 
 
 def verifier_buffers(device: TensorRtDevice, nodes: int = 3, rows: int = 3, sequences: int = 1) -> dict[str, Buffer]:
-    program, buffers = device.program(names.VERIFIER), {}
-    sizes = {"B": sequences, "T": nodes, "R": rows, "C": CAPACITY}
-    for spec in (*program.inputs, *program.outputs):
-        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
-        buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else device.empty(spec.dtype, *shape)
+    buffers = buffers_of(device, device.program(names.VERIFIER), B=sequences, T=nodes, R=rows, C=CAPACITY)
     buffers[names.TREE_MASK].write(np.tri(nodes, dtype=np.bool_)[None].repeat(sequences, 0))
     buffers[names.KV_LEN].write(np.array([nodes]))
     return buffers
@@ -269,11 +265,7 @@ def test_what_is_written_beside_a_buffer_is_written_where_others_are(lyanna_bund
     """Runs never are at once, and each shape of a step would have a copy of all rows that wait."""
     made = over_fakes(open_bundle(lyanna_bundle), tmp_path)
     program = made.device.program(names.STEP_GATHER_FEATURES)
-    sizes = {"B": 1, "F": 2, "T": 2, "W": 512}
-    buffers: dict[str, Buffer] = {}
-    for spec in (*program.inputs, *program.outputs):
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-        buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else made.device.empty(spec.dtype, *shape)
+    buffers = buffers_of(made.device, program, B=1, F=2, T=2, W=512)
     held, runs = [made.cuda.held()], []
     for _ in range(2):
         runs.append(program.bind(buffers))
@@ -454,28 +446,29 @@ def test_what_was_compiled_for_the_gpu_is_kept(bundle: Bundle, make: Make, tmp_p
 
 # --- the real packages -----------------------------------------------------------------------------------------------
 
-TENSORRT_NAMES = {
-    "ILogger": ("VERBOSE", "INFO", "WARNING", "log"),
-    "Runtime": ("deserialize_cuda_engine", "engine_host_code_allowed"),
-    "ICudaEngine": (
-        "num_io_tensors", "get_tensor_name", "get_tensor_dtype", "get_tensor_location", "device_memory_size_v2",
-        "num_optimization_profiles", "get_tensor_profile_shape", "create_execution_context",
-    ),
-    "IExecutionContext": (
-        "set_optimization_profile_async", "set_device_memory", "set_input_shape", "set_tensor_address",
-        "execute_async_v3",
-    ),
-    "TensorLocation": ("HOST",),
-    "DataType": tuple(TYPES.values()),
-    "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
-}  # fmt: skip
-RTX_NAMES = {
-    **TENSORRT_NAMES,
-    "ICudaEngine": (*TENSORRT_NAMES["ICudaEngine"], "create_runtime_config"),
-    "IRuntimeConfig": ("set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache"),
-    "IRuntimeCache": ("deserialize", "serialize"),
+CALLED = {
+    "": r"tensorrt\.([A-Z]\w+)",
+    "ILogger": r"\bILogger\.(\w+)",
+    "TensorLocation": r"\bTensorLocation\.(\w+)",
+    "ExecutionContextAllocationStrategy": r"\bExecutionContextAllocationStrategy\.(\w+)",
+    "Runtime": r"\b_runtime\.(\w+)",
+    "ICudaEngine": r"\b_?engine\.(\w+)",
+    "IExecutionContext": r"\b_?context\.(\w+)",
+    "IRuntimeConfig": r"\bconfig\.((?:set|create)_\w+)",
+    "IRuntimeCache": r"\bcache\.(\w+)",
 }
-"""What is called of TensorRT for RTX, in addition."""
+"""Classes of TensorRT, and how the source calls their members."""
+RTX_ONLY = ("IRuntimeConfig", "IRuntimeCache", "create_runtime_config")
+
+
+def called(root: Path) -> list[tuple[str, str]]:
+    """Every class of TensorRT's package, and member of it, that the source names."""
+    text = "".join((root / "engines" / file).read_text() for file in ("tensorrt_device.py", "tensorrt/target.py"))
+    found = {(group, name) for group, pattern in CALLED.items() for name in re.findall(pattern, text)}
+    return sorted(
+        {*found, *(("DataType", name) for name in TYPES.values())}
+        - {("ICudaEngine", "file"), ("", "ComputeCapability")}
+    )
 
 
 def test_cuda_python_has_all_that_the_source_names(root: Path) -> None:
@@ -487,24 +480,24 @@ def test_cuda_python_has_all_that_the_source_names(root: Path) -> None:
     assert [name for name in named if not any(hasattr(group, name) for group in groups)] == []
 
 
-def test_tensorrt_for_rtx_has_all_that_is_called() -> None:
+def test_tensorrt_for_rtx_has_all_that_is_called(root: Path) -> None:
     rtx = pytest.importorskip("tensorrt_rtx_bindings")
-    missing = [f"{group}.{name}" for group, listed in RTX_NAMES.items() for name in listed
-               if not hasattr(getattr(rtx, group), name)]  # fmt: skip
-    assert not missing
+    assert len(called(root)) > 30
+    assert [name for group, name in called(root) if not hasattr(getattr(rtx, group) if group else rtx, name)] == []
 
 
 @pytest.mark.skipif("REDRAFT_TENSORRT_PYTHON" not in os.environ, reason="REDRAFT_TENSORRT_PYTHON names no interpreter")
-def test_tensorrt_has_all_that_is_called() -> None:
+def test_tensorrt_has_all_that_is_called(root: Path) -> None:
     """In the interpreter named, where TensorRT or its lean runtime is installed; no driver is needed."""
     program = (
         "import importlib.util, json, sys\n"
         "name = 'tensorrt' if importlib.util.find_spec('tensorrt') else 'tensorrt_lean'\n"
         "found = __import__(name)\n"
-        "wanted = json.loads(sys.argv[1])\n"
-        "print(json.dumps([f'{g}.{n}' for g, ns in wanted.items() for n in ns if not hasattr(getattr(found, g), n)]))\n"
+        "has = lambda group, name: hasattr(getattr(found, group) if group else found, name)\n"
+        "print(json.dumps([name for group, name in json.loads(sys.argv[1]) if not has(group, name)]))\n"
     )
+    wanted = json.dumps([each for each in called(root) if not {*each} & {*RTX_ONLY}])
     python = os.environ["REDRAFT_TENSORRT_PYTHON"]
-    result = subprocess.run([python, "-c", program, json.dumps(TENSORRT_NAMES)], capture_output=True, text=True)
+    result = subprocess.run([python, "-c", program, wanted], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == []
