@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from redraft.export.product_forms import ProductPlan
     from redraft.export.verifier import TracedVerifier
 
-DEFAULT_TOKENS, FULL_TOKENS = 1000, 6000
-"""Tokens of all kinds together by default, and with `--quality full`."""
 FEWEST = 32
 """Tokens of a kind, if the context holds so many: figures of fewer say nothing, and choices follow from them."""
 _SPARE = 1e-30
@@ -40,15 +38,12 @@ class Texts:
     calibration: list[int]
 
     @classmethod
-    def of(cls, encoded: Mapping[str, list[int]], tokens: int, longest: int) -> Texts | None:
+    def of(cls, encoded: Mapping[str, list[int]], tokens: int, longest: int) -> Texts:
         """Return the first tokens of each kind, `tokens` in all, and the ones after them for calibration.
 
         encoded: token ids by kind, as the tokenizer makes them for a prompt.   longest: largest length of a sequence.
-        All kinds are as long as the shortest one. Raises UsageError for one of under FEWEST tokens, and returns None
-        without any kind.
+        All kinds are as long as the shortest one. Raises UsageError for one of under FEWEST tokens.
         """
-        if not encoded:
-            return None
         texts, wanted = encoded, min(-(-tokens // len(encoded)), longest)
         kind, shortest = min(texts.items(), key=lambda item: len(item[1]))
         if len(shortest) < min(FEWEST, wanted):

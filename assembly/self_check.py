@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from redraft.config import Precision
+from redraft.assembly.product_check import check_products
+from redraft.assembly.verifier import SharedWork, write_verifier
+from redraft.config import BuildConfig, Precision
 from redraft.engines import Bundle, open_host
-from redraft.errors import UnsupportedModelError
+from redraft.engines.host_memory import available_bytes
+from redraft.errors import BackendError, UnsupportedModelError
 from redraft.garbage import return_memory
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
@@ -23,6 +29,16 @@ from redraft.runtime.tree import layout, make_tree, root_only
 from redraft.runtime.verifier import open_verifier
 from redraft.types import Budget, FloatArray, Outcome, Tree
 
+if TYPE_CHECKING:
+    from redraft.assembly.progress import BuildProgress
+    from redraft.assembly.resolve import ResolvedBuild
+    from redraft.export.verifier import TracedVerifier
+
+GIB = 1 << 30
+CHECKED_NUMBERS = 1_000_000_000
+"""Weights of the largest model that is checked whole. Only the first layers of larger models are checked."""
+COPIES = 2
+"""Copies of the fp32 weights in memory while a whole model is checked: the engine's, and its packed ones."""
 TEXT_TOKENS, NEW_TOKENS = 152, 24
 """Number of tokens of a compared text, and number of those after its prompt."""
 DISAGREEING = 0.5
@@ -32,6 +48,64 @@ EXACT = 5e-3
 """Largest rounding difference of a logit in fp32, in standard deviations of its row."""
 ROUNDED: dict[Precision, float] = {"fp16": 0.1}
 """Largest median difference of a row of logits in a short type (root mean square, in standard deviations)."""
+
+
+def check_engines(
+    build: ResolvedBuild, staged: Bundle, traced: TracedVerifier, work: SharedWork, progress: BuildProgress
+) -> None:
+    """Compare the staged engines with their reference. Raises UnsupportedModelError if they differ.
+
+    Engines that round their products are compared with products over the same rounded weights and inputs, and what is
+    between the products with transformers' own modules. In fp32, logits must agree with transformers'. Of other
+    precisions, and if memory cannot hold the fp32 engines, an fp32 export of the first layers must. Raises BackendError
+    if memory is too small, since only the user may skip the comparison.
+    """
+    from redraft.export.reference import reference_logits
+
+    manifest, checkpoint = staged.manifest, build.checkpoint
+    texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
+    if build.config.rounds_products:
+        compared = check_products(staged, traced, texts[0])
+        progress.say(compared.describe())
+        check_graphs_agree(staged, texts)
+        if compared.between:
+            return
+    numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+    whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
+    if whole and manifest.precision in ("fp32", "fp16") and manifest.backend == "onnxruntime":
+        logits = reference_logits(checkpoint, texts)
+        progress.say(check_bundle(staged, texts, logits, manifest.precision).describe())
+        if manifest.precision == "fp32":
+            return
+    _check_first_layers(build, staged, texts, work, progress)
+
+
+def _check_first_layers(
+    build: ResolvedBuild, staged: Bundle, texts: Sequence[Sequence[int]], work: SharedWork, progress: BuildProgress
+) -> None:
+    """Compare an fp32 export of enough layers with transformers. Raises like `check_engines`."""
+    from redraft.export.reference import count_numbers, enough_layers, reference_logits
+
+    checkpoint = build.checkpoint
+    layers = enough_layers(checkpoint)
+    needed, available = COPIES * 4 * count_numbers(checkpoint, layers), available_bytes()
+    if available is not None and needed > available:
+        raise BackendError(
+            f"checking {layers} layers in fp32 takes {needed / GIB:.1f} GiB of memory; {available / GIB:.1f} are free",
+            "free memory, or build with --skip-check",
+        )
+    out = build.out.absolute()
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-check-", dir=out.parent) as folder:
+        config = BuildConfig(max_model_len=staged.manifest.max_model_len)
+        traced = work.trace(checkpoint, config, progress, layers)
+        exported, graphs = write_verifier(config, traced, Path(folder))
+        manifest = replace(
+            staged.manifest, precision="fp32", backend=config.backend, shape=exported.shape, hidden_states=(),
+            graphs=graphs, weights=exported.weights, drafters={},
+        )  # fmt: skip
+        logits = reference_logits(checkpoint, texts, layers)
+        compared = check_bundle(Bundle(Path(folder), manifest), texts, logits, "fp32")
+    progress.say(compared.describe(f"the first {layers} layers in fp32"))
 
 
 @dataclass(frozen=True)

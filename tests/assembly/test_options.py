@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from redraft.assembly import models
-from redraft.assembly.options import PrecisionOption, choose_drafters, options_of, parse_precisions
-from redraft.cli.build_options import Weights, choose
+from redraft.assembly.drafters import settings_of
+from redraft.assembly.options import (
+    BuildRequest,
+    PrecisionOption,
+    choose_drafters,
+    configurations,
+    options_of,
+    parse_precisions,
+)  # fmt: skip
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import RedraftError, UsageError
 
@@ -18,19 +25,19 @@ from redraft.errors import RedraftError, UsageError
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are draft_vocabulary, nodes"),
-        ("mine,method=lyanna,source=x", "--drafter lyanna: unknown key source"),
+        ("mine,method=lyanna,depth=3", "drafter lyanna: unknown key depth; known keys are draft_vocabulary, nodes"),
+        ("mine,method=lyanna,source=x", "drafter lyanna: unknown key source"),
         ("mine,method=lyanna,nodes", "'nodes' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=", "'nodes=' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is not KEY=VALUE, or is repeated"),
-        ("a=mine,method=lyanna,nodes=0", "--drafter a: nodes must be a positive number, not 0"),
-        ("mine,method=lyanna,nodes=-1", "--drafter lyanna: nodes must be a positive number, not -1"),
-        ("mine,method=medusa,nodes=-1", "--drafter medusa: nodes must be a number from 1 to 255, not -1"),
-        ("mine,method=mtp,steps=-2", "--drafter mtp: steps must be a number from 1 to 16, not -2"),
-        (f"mine,method=mtp,steps={'9' * 5000}", "--drafter mtp: steps must be a whole number, not '999"),
-        ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
-        ("mine,method=lyanna,precision=fp8", "--drafter lyanna: precision must be one of fp32, fp16, bf16"),
-        ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: token_info must be one of fp16, int8, fp8, lowrank"),
+        ("a=mine,method=lyanna,nodes=0", "drafter a: nodes must be a positive number, not 0"),
+        ("mine,method=lyanna,nodes=-1", "drafter lyanna: nodes must be a positive number, not -1"),
+        ("mine,method=medusa,nodes=-1", "drafter medusa: nodes must be a number from 1 to 255, not -1"),
+        ("mine,method=mtp,steps=-2", "drafter mtp: steps must be a number from 1 to 16, not -2"),
+        (f"mine,method=mtp,steps={'9' * 5000}", "drafter mtp: steps must be a whole number, not '999"),
+        ("mine,method=lyanna,nodes=many", "drafter lyanna: nodes must be a positive number, not 'many'"),
+        ("mine,method=lyanna,precision=fp8", "drafter lyanna: precision must be one of fp32, fp16, bf16"),
+        ("mine,method=lyanna,token_info=fp3", "drafter lyanna: token_info must be one of fp16, int8, fp8, lowrank"),
         ("mine,method=absent", "unknown drafting method 'absent'; the methods are none, ngram, suffix, lookahead"),
         ("mine,method=ngram", "the method ngram has no drafter in bundles; methods with a drafter are lyanna"),
         ("random", "random weights need a method; add method=, one of lyanna"),
@@ -42,14 +49,14 @@ from redraft.errors import RedraftError, UsageError
         ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
         ("prediction=mine,method=lyanna", "no drafter can have the id 'prediction', which means something else"),
         ("native=mine,method=lyanna", "no drafter can have the id 'native', which means something else"),
-        ("native,depth=3", "--drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
+        ("native,depth=3", "drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
         ("a=./no/folder", "--drafter 'a=./no/folder': there is no folder ./no/folder; give a drafter's folder; or a "),
         ("no/model.gguf", "there is no file no/model.gguf"),
     ],
 )
 def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
     with pytest.raises(RedraftError) as error:
-        choose_drafters(BuildConfig(), [text])
+        [settings_of(drafter, BuildConfig()) for drafter in choose_drafters(BuildConfig(), [text])]
     assert message in str(error.value)
 
 
@@ -102,21 +109,18 @@ RECIPE = BuildConfig(drafters=(OWN,))
     ],
 )
 def test_listed_options_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
-    told = options_of(recipe, config)
-    pairs = list(zip(told[::2], told[1::2], strict=True))
+    pairs = list(zip(*[iter(options_of(recipe, config))] * 2, strict=True))
     values = dict(pairs)
-    drafters = [f"{value},method=lyanna" if "," not in value or "method" not in value else value
-                for flag, value in pairs if flag == "--drafter" and value != "none"]  # fmt: skip
-    precision, max_model_len = (values.get(flag) for flag in ("--precision", "--max-model-len"))
-    found = choose(
-        recipe,
-        parse_precisions(precision)[0] if precision else None,
-        None,
-        Weights(values.get("--weights", "checkpoint")),
-        int(max_model_len) if max_model_len else None,
+    drafters = [text if text == "none" or "method" in text else f"{text},method=lyanna"
+                for flag, text in pairs if flag == "--drafter"]  # fmt: skip
+    request = BuildRequest(
+        "m",
+        precision=values.get("--precision"),
+        random_weights="--weights" in values,
+        max_model_len=int(values["--max-model-len"]) if "--max-model-len" in values else None,
+        drafters=tuple(drafters),
     )
-    chosen = choose_drafters(found, ["none"] if values.get("--drafter") == "none" else drafters)
-    assert replace(found, drafters=chosen) == config
+    assert configurations(request, recipe, lambda line: None) == [config]
 
 
 def test_the_command_line_overrides_the_recipes_drafter() -> None:
@@ -166,7 +170,8 @@ def test_precisions_with_keys() -> None:
         PrecisionOption("int4", 0.025, (("*lm_head*", 8), ("*down_proj*", 32))),
         PrecisionOption("fp32"),
     ]
-    config = choose(BuildConfig(), found[0], None, Weights.checkpoint, None)
+    request = BuildRequest("m", precision="int4,target=2.5,*lm_head*=8,*down_proj*=32")
+    (config,) = configurations(request, BuildConfig(), lambda line: None)
     assert options_of(BuildConfig(), config) == ("--precision", "int4,target=2.5,*lm_head*=8,*down_proj*=32")
     with pytest.raises(UsageError, match="fp32 of the backend onnxruntime has no target and no bits by weight"):
         BuildConfig(target=0.1)

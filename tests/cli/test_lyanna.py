@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from tests.little import WORDS, write_checkpoint
 
-from redraft.assembly.drafters import drafter_digests
+from redraft.assembly.drafters import drafter_digests, settings_of
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.engines.manifest import signed
 from redraft.errors import BundleError
+from redraft.export.checkpoint import Checkpoint
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,8 +30,6 @@ OPTIONS = "token_info=int8,nodes=31"
 def drafter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random drafter for `checkpoint`; not to be written to."""
     from tests.export.drafters.tiny import CONFIG, write_drafter
-
-    from redraft.export.checkpoint import Checkpoint
 
     config = replace(CONFIG, vocab_size=len(WORDS), steps=STEPS)
     return write_drafter(tmp_path_factory.mktemp("drafter"), Checkpoint.open(checkpoint), config)
@@ -98,18 +97,19 @@ def test_the_same_drafter_again_is_no_build(redraft: Redraft, checkpoint: Path, 
 
 
 def test_files_of_a_drafter_are_part_of_the_build_key(
-    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = Path(shutil.copytree(drafter, tmp_path / "drafter"))
-    config = BuildConfig(drafters=(DrafterBuild("lyanna", str(folder)),))
-    before = drafter_digests(config)
+    settings = [settings_of(DrafterBuild("lyanna", str(folder), "lyanna"), BuildConfig())]
+    verifier = Checkpoint.open(checkpoint)
+    before = drafter_digests(settings, verifier)
     assert set(before) == {"drafter lyanna config.json", "drafter lyanna model.safetensors"}
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert drafter_digests(config) != before
-    assert drafter_digests(BuildConfig()) == {}
+    assert drafter_digests(settings, verifier) != before
+    assert drafter_digests([], verifier) == {}
 
 
 # --- damaged bundles -------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +19,8 @@ from tests.engines.bundles import write_bundle
 from tests.standins.tensorrt import FakeTensorRt
 
 from redraft import names
-from redraft.assembly.options import options_of
+from redraft.assembly.options import BuildRequest, configurations, options_of
 from redraft.cli import main
-from redraft.cli.build_options import Attention, choose_tensorrt
 from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt import stage
@@ -57,7 +55,6 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr("redraft.engines.backends.find_spec", lambda name: object())
         monkeypatch.setattr("redraft.engines.backends.find_tools", lambda options: tools)
-        monkeypatch.setattr("redraft.assembly.bundle.find_tools", lambda options: tools)
         monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=builder))
         return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])
 
@@ -253,9 +250,10 @@ def test_operators_that_the_parser_lacks_are_named_and_nothing_is_left(
 def test_options_of_tensorrt_are_repeated() -> None:
     """They appear in the command that rebuilds a bundle."""
     recipe = BuildConfig(backend="tensorrt")
-    engines = choose_tensorrt(recipe, Attention.plugin, True, 2, 16, True)
-    assert engines == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
-    options = options_of(recipe, replace(recipe, tensorrt=engines))
+    given = dict(attention="plugin", embed_plugin=True, batch=2, tree_nodes=16, ignore_memory=True)
+    (config,) = configurations(BuildRequest("m", tensorrt=given), recipe, lambda line: None)
+    assert config.tensorrt == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
+    options = options_of(recipe, config)
     assert options == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
     assert options_of(recipe, recipe) == ()
 
