@@ -23,8 +23,8 @@ from redraft.assembly.verifier import SharedWork, write_measured
 from redraft.config import RANDOM, BuildConfig
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, verifier_digest
-from redraft.export.checkpoint import AnyCheckpoint
-from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 from redraft.packages import package_version
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ def _write_text(build: ResolvedBuild, folder: Path) -> tokenizers.SpecialTokens:
 
 
 def _vocabulary(checkpoint: AnyCheckpoint) -> int:
-    from redraft.export import support
+    from redraft.export.checkpoint import model_config
 
-    return int(support.load_config(checkpoint).get_text_config(decoder=True).vocab_size)
+    return int(model_config.load_config(checkpoint).get_text_config(decoder=True).vocab_size)
 
 
 def _manifest(build: ResolvedBuild, traced: TracedVerifier, special: tokenizers.SpecialTokens) -> Manifest:
@@ -169,7 +169,7 @@ def _manifest(build: ResolvedBuild, traced: TracedVerifier, special: tokenizers.
 
 def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[str, GraphRecord]:
     """Write the graphs that a device runs between engine calls. gathers: True if a drafter reads hidden states."""
-    from redraft.export.step_graphs import export_step_graphs
+    from redraft.export.graph.step_graphs import export_step_graphs
 
     files = export_step_graphs(exported.shape, folder, gathers)
     of_graphs = signatures.step_signatures(exported.shape, gathers)

@@ -57,7 +57,7 @@ def _graphs(drafter: OpenedDrafter, shape: Any, folder: Path) -> dict[str, Graph
     """Check the exported graphs, and write the one that copies a slot and those for the CPU. Returns all by role."""
     from redraft.engines.lowering import lower_any, lower_batch, lower_chain, lower_single
     from redraft.export.drafters import graph_file
-    from redraft.export.step_graphs import export_slot_copy
+    from redraft.export.graph.step_graphs import export_slot_copy
 
     method, state = drafter.method, drafter.method.state(shape)
     if state:

@@ -13,15 +13,15 @@ from redraft.assembly.preflight import check_file
 from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint
-from redraft.export.gguf_checkpoint import SUFFIX, open_checkpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.gguf.checkpoint import SUFFIX, open_checkpoint
 from redraft.methods import Method, built_methods, find_method, native_method
 
 if TYPE_CHECKING:
+    from redraft.export.checkpoint.weight_files import Progress
     from redraft.export.drafters import ExportedDrafter, NativeExporter
     from redraft.export.drafters.checkpoint import Identity
     from redraft.export.verifier import VerifierExport
-    from redraft.export.weight_files import Progress
 
     Export = Callable[[VerifierExport, Path, Progress], ExportedDrafter]
 
@@ -107,7 +107,7 @@ def open_drafter(
 
     checkpoint, identity: the verifier's. Raises CheckpointError and UsageError if it does not fit.
     """
-    from redraft.export import support
+    from redraft.export.checkpoint import model_config
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import is_plain_checkpoint
     from redraft.export.drafters.published import check_layout, recognise
@@ -116,7 +116,7 @@ def open_drafter(
         return _native_drafter(drafter, checkpoint)
     if drafter.source == RANDOM:
         exporter = find_exporter(drafter.method.id)
-        return _opened(drafter, lambda name, *rest: exporter.random(name, support.load_config(checkpoint), *rest))
+        return _opened(drafter, lambda name, *rest: exporter.random(name, model_config.load_config(checkpoint), *rest))
     check_layout(drafter.path, drafter.method.id)
     if recognise(drafter.path):
         return _published_drafter(drafter, checkpoint, identity)
@@ -171,11 +171,11 @@ def _published_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, iden
 def _draft_model(drafter: DrafterSettings, checkpoint: AnyCheckpoint, config: BuildConfig) -> OpenedDrafter:
     """Return a decoder's checkpoint as a drafter, if its file, tokens and length of texts fit."""
     from redraft.assembly.tokenizers import Tokens, check_same_tokens
-    from redraft.export.architecture import Architecture
+    from redraft.export.checkpoint.architecture import Architecture
+    from redraft.export.checkpoint.model_config import load_config, verifier_shape
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.decoder_drafter import sizes_of
     from redraft.export.drafters.draft_vocabulary import check_counted
-    from redraft.export.support import load_config, verifier_shape
 
     check_counted(drafter.id, drafter.options.draft_vocabulary, "a plain checkpoint")
     own = open_checkpoint(drafter.path)
@@ -190,14 +190,14 @@ def _draft_model(drafter: DrafterSettings, checkpoint: AnyCheckpoint, config: Bu
 
 def _trained_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identity: Identity) -> OpenedDrafter:
     """Return a drafter that `redraft train publish` wrote."""
-    from redraft.export import support
+    from redraft.export.checkpoint import model_config
+    from redraft.export.checkpoint.model_config import decoder_shape
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint
     from redraft.export.drafters.published import read_states
-    from redraft.export.shapes import decoder_shape
 
     opened, exporter = DrafterCheckpoint.open(drafter.path), find_exporter(drafter.method.id)
-    settings, shape = exporter.configure(opened, drafter.options), decoder_shape(support.load_config(checkpoint))
+    settings, shape = exporter.configure(opened, drafter.options), decoder_shape(model_config.load_config(checkpoint))
     opened.entries()  # refuses a truncated file
     opened.check_verifier(settings, shape.hidden, shape.vocabulary, identity)
 

@@ -227,7 +227,7 @@ def named_method(where: str, source: str, drafter: str) -> str:
             f"{where}: there is no folder {source}",
             "give a drafter's folder; or a smaller model's folder, GGUF file, recipe or Hugging Face id",
         )
-    from redraft.export.checkpoint import check_folder
+    from redraft.export.checkpoint.safetensors import check_folder
 
     check_folder(Path(source))
     from redraft.export.drafters import published  # after the check, since it imports torch

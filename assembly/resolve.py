@@ -23,8 +23,9 @@ from redraft.engines.backends import check_buildable
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import Manifest, load_manifest
-from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
-from redraft.export.gguf_checkpoint import open_checkpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.gguf.checkpoint import open_checkpoint
 from redraft.garbage import libraries_kept
 from redraft.interrupts import interrupts_deferred
 from redraft.packages import package_version
@@ -153,11 +154,11 @@ def _with_drafters(build: ResolvedBuild, settings: tuple[DrafterSettings, ...], 
         pass  # nothing else may be in its place
     report("loading libraries")
     load_libraries()
-    from redraft.export import support
+    from redraft.export.checkpoint import model_config
     from redraft.export.drafters.checkpoint import Identity
 
-    architecture = support.load_config(build.checkpoint)
-    support.check_shape(architecture, build.model.shape, build.model.source)
+    architecture = model_config.load_config(build.checkpoint)
+    model_config.check_shape(architecture, build.model.shape, build.model.source)
     identity = Identity.from_digests(build.checkpoint, build.digests)
     drafters = tuple(open_drafter(drafter, build.checkpoint, identity, config) for drafter in settings)
     wanted = {state for drafter in drafters for state in drafter.hidden_states} - set(config.hidden_states)

@@ -17,11 +17,11 @@ from redraft.config import BuildConfig
 from redraft.engines import Bundle
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.errors import UsageError
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.names import TOKENIZER_FILE
 
 if TYPE_CHECKING:
-    from redraft.export.product_forms import ProductPlan
+    from redraft.export.quantization.product_forms import ProductPlan
     from redraft.export.verifier import TracedVerifier, VerifierExport
 
 
@@ -41,7 +41,7 @@ class SharedWork:
         self, checkpoint: AnyCheckpoint, config: BuildConfig, progress: BuildProgress, layers: int | None = None
     ) -> TracedVerifier:
         """Return the traced graph; with `layers`, of the first layers only."""
-        from redraft.export.quiet import quiet_export
+        from redraft.export import quiet_export
         from redraft.export.verifier import trace_verifier
 
         key = (config.compute_dtype, config.hidden_states, config.max_model_len, config.random_weights, layers)
@@ -74,7 +74,7 @@ def first_plan(config: BuildConfig, traced: TracedVerifier) -> ProductPlan | Non
 
     Raises UsageError for a pattern without a weight.
     """
-    from redraft.export.product_forms import ProductPlan
+    from redraft.export.quantization.product_forms import ProductPlan
 
     if not config.rounds_products:
         return None

@@ -20,8 +20,8 @@ from redraft.assembly.models import Model, find_model
 from redraft.assembly.preflight import check_libraries, needs_of
 from redraft.config import BuildConfig
 from redraft.errors import BackendError, BundleError, CheckpointError
-from redraft.export.checkpoint import Checkpoint
-from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 
 INT8 = BuildConfig(precision="int8")
 
@@ -81,7 +81,7 @@ import sys
 from pathlib import Path
 from redraft.assembly.preflight import check_file
 from redraft.errors import RedraftError
-from redraft.export.gguf_checkpoint import open_checkpoint
+from redraft.export.gguf.checkpoint import open_checkpoint
 for path in {[str(file), *map(str, sorted(tmp_path.iterdir()))]!r}:
     try:
         check_file(open_checkpoint(Path(path)))

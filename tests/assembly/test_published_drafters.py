@@ -17,7 +17,7 @@ from redraft.assembly.models import Model
 from redraft.assembly.options import parse_drafter
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError
-from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Costs
 
@@ -44,7 +44,7 @@ def test_a_bundle_of_published_drafters(
     verifier: Path, published: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     folders = {**published, "hass": published["first"]}
     drafters = tuple(parse_drafter(f"{name}={path},precision=fp32", ()) for name, path in folders.items())
     assert [drafter.method for drafter in drafters] == ["eagle", "eagle3", "hass"]
