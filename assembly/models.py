@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.assembly.package_files import fetch_package_file
-from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -29,17 +28,14 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "mer
 class Model:
     """A checkpoint on disk, and the name of its bundle.
 
-    source:  the user's name for it.   options: command-line options that locate it, for errors.
-    build:   configuration of its recipe.
+    source:  the user's name for it.
     shape:   values that its recipe expects in config.json; empty without a recipe.
     """
 
     name: str
     source: str
     path: Path
-    build: BuildConfig = field(default_factory=BuildConfig)
     shape: Mapping[str, Any] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
 
 
 def find_recipe(model: str) -> Recipe | None:
@@ -69,9 +65,7 @@ def find_model(
     from redraft.engines.recipes import recipe_names
 
     if recipe is not None:
-        options = ("--model-path", str(path)) if path else ()
-        path = path or _recipes_checkpoint(recipe, report, shape_folder)
-        return Model(recipe.name, model, path, recipe.build, recipe.shape, options)
+        return Model(recipe.name, model, path or _recipes_checkpoint(recipe, report, shape_folder), recipe.shape)
     if path is not None:
         raise UsageError(f"--model-path needs a recipe, and {model!r} is not one", "give the folder as MODEL itself")
     if Path(model).is_dir():

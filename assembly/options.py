@@ -1,4 +1,4 @@
-"""The request of a build: its precisions and drafters as text, and the options that repeat a build."""
+"""The request of a build: its precisions and drafters as text, and the options that repeat it."""
 
 from __future__ import annotations
 
@@ -183,8 +183,7 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = la
     drafter = drafter or method
     base = ours.get(drafter)
     options = base.options if base and base.method in (None, method) else {}
-    given = None if path == source else source
-    return DrafterBuild(drafter, path, method, {**options, **values}, given=given)
+    return DrafterBuild(drafter, path, method, {**options, **values})
 
 
 def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
@@ -246,46 +245,23 @@ def _default_drafters(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
     return tuple(drafter for drafter in drafters if drafter.source is not None)
 
 
-def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
-    """Return the options of `redraft build` that change `recipe` into `config`."""
-    options: list[str] = []
-    if (config.precision, config.target, config.bits) != (recipe.precision, recipe.target, recipe.bits):
-        target = [] if config.target is None else [f"{TARGET}={100 * config.target:g}"]
-        options += ["--precision", ",".join([config.precision, *target, *(f"{k}={v}" for k, v in config.bits)])]
-    options += _changed(config, recipe, "backend", "max_model_len")
-    if config.random_weights and not recipe.random_weights:
-        options += ["--weights", RANDOM]
-    options += _changed(config.tensorrt, recipe.tensorrt, "attention", "batch", "tree_nodes", "compute_capability")
-    for name in ("embed_plugin", "ignore_memory"):
-        if getattr(config.tensorrt, name) and not getattr(recipe.tensorrt, name):
-            options.append(_flag(name))
-    return (*options, *_drafter_options(recipe, config))
-
-
-def _changed(own: object, recipe: object, *fields: str) -> list[str]:
-    """Return the options of the fields in which two configurations differ."""
-    changed = [name for name in fields if getattr(own, name) != getattr(recipe, name)]
-    return [word for name in changed for word in (_flag(name), str(getattr(own, name)))]
+def options_of(request: BuildRequest, config: BuildConfig) -> tuple[str, ...]:
+    """Return the options of `redraft build` that repeat the request in one of its precisions, which `config` has."""
+    target = [] if config.target is None else [f"{TARGET}={100 * config.target:g}"]
+    precision = ",".join([config.precision, *target, *(f"{pattern}={bits}" for pattern, bits in config.bits)])
+    given = {
+        "model_path": request.model_path,
+        "precision": precision if request.precision else None,
+        "backend": request.backend,
+        "max_model_len": request.max_model_len,
+        "weights": RANDOM if request.random_weights else None,
+        **request.tensorrt,
+    }
+    words = [(_flag(name), "" if value is True else str(value)) for name, value in given.items() if value is not None]
+    words += [("--drafter", text) for text in request.drafters]
+    return tuple(word for pair in words for word in pair if word)
 
 
 def _flag(name: str) -> str:
     """Return the option of `redraft build` for a field of a configuration."""
     return f"--{name.replace('_', '-')}"
-
-
-def _drafter_options(recipe: BuildConfig, config: BuildConfig) -> list[str]:
-    default = _default_drafters(replace(recipe, random_weights=config.random_weights))
-    own, recipes = ([(d.id, d.source, dict(d.options)) for d in drafters] for drafters in (config.drafters, default))
-    if own == recipes:  # the folder may name the method
-        return []
-    if not config.drafters:
-        return ["--drafter", NO_DRAFTER]
-    return [word for drafter in config.drafters for word in ("--drafter", _drafter_text(drafter, recipe))]
-
-
-def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
-    base = next((other.options for other in recipe.drafters if other.id == drafter.id), {})
-    changed = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
-    named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
-    pairs = (f"{key}={value}" for key, value in {**named, **changed}.items())
-    return ",".join([f"{drafter.id}={drafter.given or drafter.source}", *pairs])

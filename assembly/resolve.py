@@ -140,7 +140,7 @@ def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest
     key = build_key(parts, config, tool_versions(), _code())
     current = load_manifest(out) if not request.force and is_current(out, key) else None
     build = ResolvedBuild(
-        model, config, out, checkpoint, (*model.options, *options_of(model.build, config)), digests, key, texts,
+        model, config, out, checkpoint, options_of(request, config), digests, key, texts,
         request.tokens, request.check, request.force, target.tools, current,
     )  # fmt: skip
     return build if current else _with_drafters(build, target.drafters, report)

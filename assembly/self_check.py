@@ -65,16 +65,17 @@ def check_engines(
     manifest, checkpoint = staged.manifest, build.checkpoint
     texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
     if build.config.rounds_products:
-        compared = check_products(staged, traced, texts[0])
-        progress.say(compared.describe())
+        products, between = check_products(staged, traced, texts[0])
+        also = " and everything between them" if between else ""
+        progress.say(f"checked: {products} products{also} equal their rounded reference")
         check_graphs_agree(staged, texts)
-        if compared.between:
+        if between:
             return
     numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
     whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
     if whole and manifest.precision in ("fp32", "fp16") and manifest.backend == "onnxruntime":
         logits = reference_logits(checkpoint, texts)
-        progress.say(check_bundle(staged, texts, logits, manifest.precision).describe())
+        progress.say(f"checked: {check_bundle(staged, texts, logits, manifest.precision)}")
         if manifest.precision == "fp32":
             return
     _check_first_layers(build, staged, texts, work, progress)
@@ -105,23 +106,7 @@ def _check_first_layers(
         )  # fmt: skip
         logits = reference_logits(checkpoint, texts, layers)
         compared = check_bundle(Bundle(Path(folder), manifest), texts, logits, "fp32")
-    progress.say(compared.describe(f"the first {layers} layers in fp32"))
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The result of a comparison. difference: the largest one of a logit, in standard deviations of its row."""
-
-    tokens: int
-    accepted: int
-    difference: float
-
-    def describe(self, what: str = "") -> str:
-        """Return one line about the result."""
-        of = f" ({what})" if what else ""
-        return (
-            f"checked{of}: logits of {self.tokens} tokens, {self.accepted} of them in draft trees, equal transformers'"
-        )
+    progress.say(f"checked (the first {layers} layers in fp32): {compared}")
 
 
 @dataclass
@@ -190,22 +175,19 @@ def named_tokens(values: Any) -> Iterator[int]:
 
 def check_bundle(
     bundle: Bundle, texts: Sequence[Sequence[int]], expected: Sequence[FloatArray], precision: Precision
-) -> Compared:
+) -> str:
     """Run the texts through every graph of the verifier, one alone and two together, and compare their logits.
 
     expected: logits [T, V] of each text.   precision: sets the largest allowed difference.
-    Raises UnsupportedModelError naming the first token that differs.
+    Returns what was compared. Raises UnsupportedModelError naming the first token that differs.
     """
     tokens = accepted = 0
-    largest = 0.0
     for graph, batch in {bundle.host_graph(batch == 1): batch for batch in (1, 2)}.items():
-        samplers = _run(bundle, graph, texts[:batch])
-        for number, sampler in enumerate(samplers):
-            difference = _compare(graph, sampler, expected[number], precision)
-            largest = max(largest, difference)
+        for sampler, logits in zip(_run(bundle, graph, texts[:batch]), expected[:batch], strict=True):
+            _compare(graph, sampler, logits, precision)
             tokens += len(sampler.rows)
             accepted += sampler.accepted
-    return Compared(tokens, accepted, largest)
+    return f"logits of {tokens} tokens, {accepted} of them in draft trees, equal transformers'"
 
 
 def check_graphs_agree(bundle: Bundle, texts: Sequence[Sequence[int]]) -> None:
@@ -215,21 +197,16 @@ def check_graphs_agree(bundle: Bundle, texts: Sequence[Sequence[int]]) -> None:
     differs by more than a rounded product does.
     """
     return_memory()
-    alone = {number: _run(bundle, bundle.host_graph(True), [text])[0] for number, text in enumerate(texts[:1])}
+    (alone,) = _run(bundle, bundle.host_graph(True), texts[:1])
     return_memory()
-    together = _run(bundle, bundle.host_graph(False), texts[:2])
-    for number, one in alone.items():
-        other = together[number]
-        apart = [
-            float(np.sqrt(np.mean(np.square(row - other.rows[position])))) / _spread(other.rows[position])
-            for position, row in one.rows.items()
-            if position in other.rows
-        ]
-        if not float(np.median(apart)) <= DISAGREEING:
-            raise UnsupportedModelError(
-                f"logits of a sequence alone and next to another differ by {np.median(apart):.2g} standard deviations",
-                "report this model",
-            )
+    together, _ = _run(bundle, bundle.host_graph(False), texts[:2])
+    rows = [(row, together.rows[position]) for position, row in alone.rows.items() if position in together.rows]
+    apart = np.median([np.sqrt(np.mean(np.square(row - other))) / _spread(other) for row, other in rows])
+    if not float(apart) <= DISAGREEING:
+        raise UnsupportedModelError(
+            f"logits of a sequence alone and next to another differ by {apart:.2g} standard deviations",
+            "report this model",
+        )
 
 
 def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[KnownText]:
@@ -249,21 +226,18 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
     return samplers
 
 
-def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> float:
-    """Return the largest logit difference, in standard deviations. Raises UnsupportedModelError if it is too large."""
+def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> None:
+    """Raise UnsupportedModelError if the difference of logits, in standard deviations, is too large."""
     rows = sorted(sampler.rows.items())
-    spreads = [_spread(expected[position]) for position, _ in rows]
-    apart = [row - expected[position] for position, row in rows]
-    largest = [float(np.abs(a).max()) / s for a, s in zip(apart, spreads, strict=True)]
+    apart = {position: (row - expected[position]) / _spread(expected[position]) for position, row in rows}
     if precision == "fp32":
-        wrong = next((i for i, value in enumerate(largest) if not value <= EXACT), None)
-        if wrong is not None:
-            raise _different(graph, f"after token {rows[wrong][0] + 1}", largest[wrong], EXACT)
+        for position, difference in apart.items():
+            if not (largest := float(np.abs(difference).max())) <= EXACT:
+                raise _different(graph, f"after token {position + 1}", largest, EXACT)
     else:
-        typical = float(np.median([np.sqrt(np.mean(a * a)) / s for a, s in zip(apart, spreads, strict=True)]))
+        typical = float(np.median([np.sqrt(np.mean(np.square(difference))) for difference in apart.values()]))
         if not typical <= ROUNDED[precision]:
             raise _different(graph, f"in {precision}, typically", typical, ROUNDED[precision])
-    return max(largest)
 
 
 def _spread(logits: FloatArray) -> float:

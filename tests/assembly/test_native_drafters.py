@@ -15,7 +15,7 @@ from tests.little import write_tokenizer
 from tests.runtime.fakes import CURVE
 
 from redraft.assembly.drafters import OpenedDrafter, drafter_digests, native_drafter, open_drafter, settings_of
-from redraft.assembly.options import choose_drafters, options_of
+from redraft.assembly.options import choose_drafters
 from redraft.cli import main
 from redraft.config import NATIVE, BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError, UsageError
@@ -103,9 +103,6 @@ def test_native_is_a_source_of_a_drafter() -> None:
     (alone,), (named,) = (choose_drafters(BuildConfig(), [text]) for text in ("native", "fast=native,steps=2"))
     assert alone == DrafterBuild("mtp", NATIVE, "mtp")
     assert named == DrafterBuild("fast", NATIVE, "mtp", {"steps": 2})
-    options = options_of(BuildConfig(), BuildConfig(drafters=(named,)))
-    assert options == ("--drafter", "fast=native,method=mtp,steps=2")
-    assert choose_drafters(BuildConfig(), options[1:]) == (named,)
 
 
 def opened(drafter: DrafterBuild, checkpoint: Checkpoint) -> OpenedDrafter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,12 @@ from redraft.assembly import models
 from redraft.assembly.drafters import settings_of
 from redraft.assembly.options import (
     BuildRequest,
-    PrecisionOption,
     choose_drafters,
     configurations,
     options_of,
     parse_precisions,
 )  # fmt: skip
-from redraft.config import BuildConfig, DrafterBuild
+from redraft.config import BuildConfig, DrafterBuild, TensorRtBuild
 from redraft.errors import RedraftError, UsageError
 
 
@@ -62,13 +62,11 @@ def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["someone/model", "qwen2-7b"])
 def test_a_drafter_by_a_hugging_face_id_or_a_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are downloaded, and the options that repeat the build name the id or the recipe."""
+    """Its files are downloaded."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr(models, "_download", lambda hub_id, report: tmp_path)
     (found,) = choose_drafters(BuildConfig(), [f"d={name},steps=5"])
-    assert (found.source, found.method, found.given) == (str(tmp_path), "draft_model", name)
-    options = options_of(BuildConfig(), BuildConfig(drafters=(found,)))
-    assert options == ("--drafter", f"d={name},method=draft_model,steps=5")
+    assert (found.source, found.method, found.options) == (str(tmp_path), "draft_model", {"steps": 5})
 
 
 def test_two_drafters_of_one_id() -> None:
@@ -93,34 +91,37 @@ OWN = drafter_of("recipes", steps=3, nodes=12)
 RECIPE = BuildConfig(drafters=(OWN,))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "config"),
-    [
-        (BuildConfig(), BuildConfig()),
-        (BuildConfig(), BuildConfig(precision="int4", max_model_len=64, random_weights=True)),
-        (RECIPE, RECIPE),
-        (RECIPE, BuildConfig()),
-        (RECIPE, BuildConfig(random_weights=True)),
-        (RECIPE, replace(RECIPE, random_weights=True)),
-        (RECIPE, BuildConfig(drafters=(drafter_of("mine", steps=3, nodes=12, token_info="int8"),))),
-        (RECIPE, BuildConfig(drafters=(drafter_of("recipes", steps=2, nodes=32, precision="fp32"),))),
-        (RECIPE, BuildConfig(drafters=(OWN, drafter_of("mine", "second", steps=2)))),
-        (BuildConfig(), BuildConfig(drafters=(drafter_of("random", "a", steps=2, token_info="lowrank"),))),
-    ],
-)
-def test_listed_options_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
-    pairs = list(zip(*[iter(options_of(recipe, config))] * 2, strict=True))
-    values = dict(pairs)
-    drafters = [text if text == "none" or "method" in text else f"{text},method=lyanna"
-                for flag, text in pairs if flag == "--drafter"]  # fmt: skip
-    request = BuildRequest(
-        "m",
-        precision=values.get("--precision"),
-        random_weights="--weights" in values,
-        max_model_len=int(values["--max-model-len"]) if "--max-model-len" in values else None,
-        drafters=tuple(drafters),
-    )
-    assert configurations(request, recipe, lambda line: None) == [config]
+def configured(recipe: BuildConfig = RECIPE, **options: Any) -> list[tuple[BuildConfig, tuple[str, ...]]]:
+    """Return the configurations of a request, and the options that repeat each."""
+    request = BuildRequest("m", **options)
+    return [(each, options_of(request, each)) for each in configurations(request, recipe, lambda line: None)]
+
+
+def test_a_request_overrides_the_recipe_and_its_options_repeat_it() -> None:
+    assert configured() == [(RECIPE, ())]
+    asked = dict(backend="tensorrt", max_model_len=64, random_weights=True, model_path=Path("m"), drafters=("none",))
+    words = "--model-path m --backend tensorrt --max-model-len 64 --weights random --drafter none"
+    config = BuildConfig(backend="tensorrt", max_model_len=64, random_weights=True)
+    assert configured(**asked) == [(config, tuple(words.split()))]
+    given = dict(attention="plugin", embed_plugin=True, batch=2, tree_nodes=16, ignore_memory=True)
+    engines = TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
+    words = "--attention plugin --embed-plugin --batch 2 --tree-nodes 16 --ignore-memory"
+    recipe = BuildConfig(backend="tensorrt")
+    assert configured(recipe, tensorrt=given) == [(replace(recipe, tensorrt=engines), tuple(words.split()))]
+
+
+def test_each_of_several_precisions_has_its_own_options() -> None:
+    precisions = "int4,target=2.5,*lm_head*=8,*down_proj*=32,fp32"
+    (rounded, its), (exact, others) = configured(precision=precisions, drafters=("mine,method=lyanna",))
+    assert (rounded.precision, rounded.target) == ("int4", 0.025)
+    assert rounded.bits == (("*lm_head*", 8), ("*down_proj*", 32))
+    drafter = ("--drafter", "mine,method=lyanna")
+    assert its == ("--precision", "int4,target=2.5,*lm_head*=8,*down_proj*=32", *drafter)
+    assert (exact.precision, exact.target, exact.bits) == ("fp32", None, ())
+    assert others == ("--precision", "fp32", *drafter)
+    assert configured(replace(RECIPE, precision="int8", target=0.1))[0][0].target == 0.1
+    with pytest.raises(UsageError, match="fp32 of the backend onnxruntime has no target and no bits by weight"):
+        BuildConfig(target=0.1)
 
 
 def test_the_command_line_overrides_the_recipes_drafter() -> None:
@@ -162,19 +163,6 @@ def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**values, "method": "absent"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=lyanna"])
     assert found.method == "lyanna"
-
-
-def test_precisions_with_keys() -> None:
-    found = parse_precisions("int4,target=2.5,*lm_head*=8,*down_proj*=32,fp32")
-    assert found == [
-        PrecisionOption("int4", 0.025, (("*lm_head*", 8), ("*down_proj*", 32))),
-        PrecisionOption("fp32"),
-    ]
-    request = BuildRequest("m", precision="int4,target=2.5,*lm_head*=8,*down_proj*=32")
-    (config,) = configurations(request, BuildConfig(), lambda line: None)
-    assert options_of(BuildConfig(), config) == ("--precision", "int4,target=2.5,*lm_head*=8,*down_proj*=32")
-    with pytest.raises(UsageError, match="fp32 of the backend onnxruntime has no target and no bits by weight"):
-        BuildConfig(target=0.1)
 
 
 @pytest.mark.parametrize(

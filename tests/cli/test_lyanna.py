@@ -139,7 +139,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
     file.write_bytes(data)
     line = refused("generate", "--engines", copy, "--prompt", "a", status=1)
     assert "lyanna.tables.safetensors: expected SHA-256" in line
-    options = f"--drafter lyanna={drafter},{OPTIONS} --force`"
+    options = f"--drafter {drafter},{OPTIONS} --force`"
     assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {options}")
 
 

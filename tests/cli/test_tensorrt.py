@@ -19,9 +19,8 @@ from tests.engines.bundles import write_bundle
 from tests.standins.tensorrt import FakeTensorRt
 
 from redraft import names
-from redraft.assembly.options import BuildRequest, configurations, options_of
 from redraft.cli import main
-from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
+from redraft.config import NATIVE_RELEASES
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
@@ -245,17 +244,6 @@ def test_operators_that_the_parser_lacks_are_named_and_nothing_is_left(
     assert line.endswith("build the drafter with token_info=fp16")
     assert not (tmp_path / "tiny").exists()
     assert built == []
-
-
-def test_options_of_tensorrt_are_repeated() -> None:
-    """They appear in the command that rebuilds a bundle."""
-    recipe = BuildConfig(backend="tensorrt")
-    given = dict(attention="plugin", embed_plugin=True, batch=2, tree_nodes=16, ignore_memory=True)
-    (config,) = configurations(BuildRequest("m", tensorrt=given), recipe, lambda line: None)
-    assert config.tensorrt == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
-    options = options_of(recipe, config)
-    assert options == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
-    assert options_of(recipe, recipe) == ()
 
 
 def test_options_of_tensorrt_are_refused_elsewhere(refused: Refused, tmp_path: Path) -> None:
