@@ -22,6 +22,7 @@ from redraft.assembly.self_check import check_engines
 from redraft.assembly.verifier import SharedWork, write_measured
 from redraft.config import RANDOM, BuildConfig
 from redraft.engines import Bundle, BundleWriter
+from redraft.engines.backends import check_buildable
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, verifier_digest
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.gguf.checkpoint import GgufCheckpoint
@@ -70,7 +71,7 @@ def build_bundle(
     """
     request = BuildRequest(model.source, texts=texts or {}, tokens=tokens, check=check, force=force)
     with tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
-        build = resolve_build(model, Target.of(config), out, request, report)
+        build = resolve_build(model, Target.of(config, check_buildable(config)), out, request, report)
         (built,) = _run([build], Path(scratch), report, time.monotonic())
         return built.manifest, built.cached
 

@@ -55,10 +55,10 @@ class BuildRequest:
     force: bool = False
 
 
-def configurations(request: BuildRequest, recipe: BuildConfig, report: Report) -> list[BuildConfig]:
-    """Return a configuration for each precision: the recipe's, overridden by the request.
+def configurations(request: BuildRequest, recipe: BuildConfig) -> list[BuildConfig]:
+    """Return a configuration for each precision: the recipe's, overridden by the request. Raises UsageError.
 
-    Raises UsageError, and like `parse_drafter`.
+    Its drafters are the recipe's, for `choose_drafters`.
     """
     precisions = [PrecisionOption(recipe.precision, recipe.target, recipe.bits)]
     if request.precision is not None:
@@ -73,9 +73,7 @@ def configurations(request: BuildRequest, recipe: BuildConfig, report: Report) -
         random_weights=request.random_weights or recipe.random_weights,
     )
     common = replace(common, tensorrt=_tensorrt(common, request.tensorrt))
-    configs = [replace(common, precision=p.precision, target=p.target, bits=p.bits) for p in precisions]
-    drafters = choose_drafters(common, request.drafters, report)
-    return [replace(config, drafters=drafters) for config in configs]
+    return [replace(common, precision=p.precision, target=p.target, bits=p.bits) for p in precisions]
 
 
 def _tensorrt(config: BuildConfig, given: Mapping[str, Any]) -> TensorRtBuild:

@@ -15,7 +15,7 @@ import redraft.methods
 from redraft.assembly import tokenizers
 from redraft.assembly.drafters import DrafterSettings, OpenedDrafter, drafter_digests, open_drafter, settings_of
 from redraft.assembly.models import Model, find_model, find_recipe
-from redraft.assembly.options import BuildRequest, Report, configurations, options_of
+from redraft.assembly.options import BuildRequest, Report, choose_drafters, configurations, options_of
 from redraft.assembly.preflight import check_file, check_libraries, check_room
 from redraft.config import HALVES, BuildConfig
 from redraft.engines import BundleWriter
@@ -88,12 +88,11 @@ class Target:
     tools: Tools | None
 
     @classmethod
-    def of(cls, config: BuildConfig) -> Target:
-        """Check a configuration, and name its drafters' methods. Raises BackendError, UsageError and CheckpointError.
+    def of(cls, config: BuildConfig, tools: Tools | None) -> Target:
+        """Parse a configuration's drafters, and name their methods. Raises UsageError and CheckpointError.
 
         Drafters without a source, which are a recipe's settings without a folder, are left out.
         """
-        tools = check_buildable(config)
         drafters = [drafter for drafter in config.drafters if drafter.source is not None]
         settings = tuple(settings_of(drafter, config) for drafter in drafters)
         named = tuple(replace(each, method=its.method.id) for each, its in zip(drafters, settings, strict=True))
@@ -108,8 +107,10 @@ def resolve(request: BuildRequest, scratch: Path, report: Report) -> list[Resolv
     """
     check_libraries()
     recipe = find_recipe(request.model)
-    configs = configurations(request, recipe.build if recipe else BuildConfig(), report)
-    targets = [Target.of(config) for config in configs]
+    configs = configurations(request, recipe.build if recipe else BuildConfig())
+    tools = [check_buildable(config) for config in configs]
+    drafters = choose_drafters(configs[0], request.drafters, report)
+    targets = [Target.of(replace(config, drafters=drafters), its) for config, its in zip(configs, tools, strict=True)]
     shape_folder = scratch if configs[0].random_weights else None
     model = find_model(request.model, recipe, report, request.model_path, shape_folder)
     out = request.out or ENGINES / model.name

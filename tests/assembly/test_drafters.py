@@ -89,7 +89,9 @@ def test_a_build_reads_the_hidden_states_of_its_drafters(checkpoint: Path, tmp_p
     own, waiting = DrafterBuild("a", "random", "lyanna"), DrafterBuild("b", None, "lyanna")
     config = BuildConfig(drafters=(own, waiting), hidden_states=("1",))
     request = BuildRequest("m", texts={})
-    build = resolve_build(Model("m", "m", checkpoint), Target.of(config), tmp_path / "out", request, lambda line: None)
+    build = resolve_build(
+        Model("m", "m", checkpoint), Target.of(config, None), tmp_path / "out", request, lambda line: None
+    )
     assert build.config.hidden_states == ("1", "last")
     assert [drafter.id for drafter in build.drafters] == ["a"]
     assert build.config.drafters == (own,)

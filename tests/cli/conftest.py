@@ -6,11 +6,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.little import Redraft, write_tokenizer
+from tests.little import write_tokenizer
 
 from redraft import names
 from redraft.cli import main
@@ -18,6 +19,7 @@ from redraft.engines.manifest import signed
 
 __all__ = ["write_tokenizer"]  # tests.runtime imports it from here
 Run = Callable[..., dict[str, Any]]
+Refused = Callable[..., str]
 SCHEDULE = """
 steps = 3
 batch_tokens = 64
@@ -63,16 +65,20 @@ def copy_with_template(bundle: Path, target: Path, template: str | None) -> Path
 
 
 @pytest.fixture
-def refused(redraft: Redraft) -> Callable[..., str]:
-    """Run a command that must fail like a user's mistake: one line, no traceback. Returns the line."""
+def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command in this process that must fail like a user's mistake: one line, no output. Returns the line."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("REDRAFT_DEBUG", raising=False)
 
-    def run(*arguments: object, status: int, **options: object) -> str:
-        result = redraft(*arguments, **options)
-        lines = [line for line in result.stderr.splitlines() if not line.startswith("[")]
-        assert result.returncode == status, result.stderr
-        assert len(lines) == 1, result.stderr
+    def run(*arguments: object, status: int, text: str = "") -> str:
+        monkeypatch.setattr("sys.stdin", StringIO(text))
+        capfd.readouterr()
+        assert main.run([*map(str, arguments)]) == status, capfd.readouterr().err
+        shown = capfd.readouterr()
+        lines = [line for line in shown.err.splitlines() if not line.startswith("[")]
+        assert len(lines) == 1, shown.err
         assert lines[0].startswith("redraft: error: ")
-        assert result.stdout == ""
+        assert shown.out == ""
         return lines[0]
 
     return run

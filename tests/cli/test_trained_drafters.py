@@ -136,7 +136,6 @@ def test_drafters_that_do_not_fit(checkpoint: Path, refused: Callable[..., str],
     def line(drafter: str, status: int = 1) -> str:
         return refused("build", checkpoint, "-o", tmp_path / "out", "--drafter", drafter, status=status)
 
-    assert "is not a drafter: config.json cannot be read" in line(f"eagle3={tmp_path}")
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "llama"}')
     save_file({"block.weight": torch.ones(2)}, tmp_path / "unknown" / "model.safetensors")
