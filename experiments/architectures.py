@@ -36,7 +36,7 @@ from tests.architectures.check import Finding, Result, check
 from tests.architectures.checkpoints import architectures
 
 from redraft.bench.environment import environment
-from redraft.export.quiet import quiet_export
+from redraft.export import quiet_export
 
 KEPT = Path("build/architectures.jsonl")
 LIMIT_SECONDS = 900

@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from experiments.tiny.__main__ import add_training_options
 from experiments.tiny.evaluate import bits_per_byte
 from redraft.bench.command import run
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.layer import renamed
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter, configuration_of
