@@ -70,7 +70,7 @@ def parsed(bundle: Path, *options: str) -> set[str]:
     """
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
-    command = [sys.executable, "-m", "experiments.tensorrt_check", *options, str(bundle)]
+    command = [sys.executable, "-m", "tests.engines.tensorrt.real_parser", *options, str(bundle)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, [each for each in found if "refused" in each] or done.stderr
