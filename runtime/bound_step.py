@@ -210,7 +210,6 @@ class BoundTreeStep(BoundStep):
     def fill(
         self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
     ) -> None:
-        """Set the inputs of the next run. Raises ValueError for a tree that was drafted for another slot."""
         values = self.host_inputs.open()
         self._next = self._greedy
         if any([seq.sampler.device_temperature for seq in batch]):
@@ -240,7 +239,6 @@ class BoundTreeStep(BoundStep):
         self._latest()
 
     def seconds(self) -> float:
-        """Return the seconds of the latest run on an asynchronous device."""
         return self._latest.seconds()
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
@@ -315,7 +313,6 @@ class BoundPrefill(BoundStep):
         self._set_offsets(pending)
 
     def outcome(self, seq: Request) -> Outcome:
-        """Return the outcome of the sampler of `seq` after the chunk."""
         temperature = seq.sampler.device_temperature
         if temperature is None:
             return seq.sampler.verify(self._host_logits()[0], root_only(seq.tokens[-1]), seq.tokens)

@@ -193,16 +193,13 @@ class Recording:
         self._depth = 0
 
     def enter(self, name: str) -> None:
-        """Open a range."""
         self._depth += 1
 
     def leave(self, name: str, started: float, ended: float) -> None:
-        """Record the range."""
         self._depth -= 1
         self.ranges.append(Recorded(name, started, ended, self._depth))
 
     def count(self, name: str, value: float) -> None:
-        """Record the count."""
         self.counts.append((name, time.perf_counter(), value))
 
     def write(self, file: IO[str], about: Mapping[str, Any] | None = None) -> None:
@@ -247,7 +244,6 @@ class Nvtx:
         self._domain.push_range(attributes)
 
     def leave(self, name: str, started: float, ended: float) -> None:
-        """End the range."""
         self._domain.pop_range()
 
     def count(self, name: str, value: float) -> None:

@@ -114,7 +114,6 @@ class Confidence(LengthRule):
 
     @property
     def confidence(self) -> float:
-        """The threshold."""
         return self.threshold
 
 
@@ -151,7 +150,6 @@ class GammaTune(LengthRule):
         return min(self.gamma_max, max(self.gamma_min, super().length(average)))
 
     def update(self, average: float, drafted: int, accepted: int) -> float:
-        """Return γ̄ after a draft."""
         if accepted == self.length(average):
             accepted += self.delta
         return min(self.gamma_max, max(self.gamma_min, (1 - self.eta) * average + self.eta * accepted))
@@ -172,7 +170,6 @@ class GammaTunePlus(GammaTune):
 
     @property
     def confidence(self) -> float:
-        """The threshold."""
         return self.threshold
 
 

@@ -119,7 +119,6 @@ class DecoderDrafter(EngineDrafter):
             self._warm()
 
     def begin(self, seq: Sequence) -> None:
-        """Create the state of `seq`."""
         seq.drafting[self] = Drafting()
 
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:

@@ -100,7 +100,6 @@ class EngineDrafter(TreeMaker):
         return MOST_CALLS * -(-self.verifier.max_num_seqs // 4)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
-        """Copy the drafter's rows of `seq` to another slot."""
         self._copy_slot(source, target, seq.drafting[self].cache_len)
 
     @abstractmethod

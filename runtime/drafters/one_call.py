@@ -71,7 +71,6 @@ class OneCallDrafter(FeatureBuffers):
         """See `redraft.runtime.verifier.FeatureReader.pending`."""
 
     def begin(self, seq: Sequence) -> None:
-        """Create the state of `seq`."""
         seq.drafting[self] = Drafting(used=self.shape.steps)
 
     def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
@@ -112,7 +111,6 @@ class OneCallDrafter(FeatureBuffers):
         self._run(DRAFT, call.work)
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
-        """Return milliseconds of a draft and of a resampling."""
         width = self._width(rows)
         self._noise.clear()
         call = self._call(DRAFT, range(1), width)
