@@ -79,7 +79,7 @@ class Runtime:
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`.
 
-        threads: of the engine; None uses one a core.   max_num_seqs: sequences that may run at once.
+        threads: threads of the engine; None uses one a core.   max_num_seqs: sequences that may run at once.
         verify:  True checks every byte of the bundle, None too if a file has changed since the last full check on this
                 machine, False none.
         drafter_options: settings by id, for example {"ngram": {"prompt_lookup_max": 3}}.

@@ -373,6 +373,16 @@ def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Call
     return copy
 
 
+def bound(device: Device, program: Program, known: dict[str, Buffer], sizes: Mapping[str, int]) -> Run:
+    """Bind a program to the buffers in `known`, to which it adds those that it creates."""
+    specs = (*program.inputs, *program.outputs)
+    for spec in specs:
+        if spec.name not in known:
+            updated = known.get(spec.in_place_of) if spec.in_place_of else None
+            known[spec.name] = updated or device.empty(spec.dtype, *sized(spec.shape, sizes))
+    return program.bind({spec.name: known[spec.name] for spec in specs})
+
+
 def gathered(program: Program, features: Buffer, path: Buffer, pending: Buffer, start: Buffer) -> Run:
     """Return a copy of features[b, path[b, i]] to pending[b, start[b] + i]."""
     return program.bind({

@@ -15,7 +15,7 @@ _SETTLED = 31
 """Observations before a plain mean becomes a running one, in which the next has the weight FAST."""
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
-_BROUGHT = 0.5
+_TOKENS_BELOW = 0.5
 """Assumed tokens that a node brings below it, by its joint probability, before a draft went on below one."""
 _UNSEEN = 0.25
 """Assumed acceptance rate of nodes that were never verified, high enough for whole trees to be tried."""
@@ -31,10 +31,10 @@ class DepthCalibration:
     def __init__(self) -> None:
         shares = [exp(-(bucket + 0.5) / _BUCKETS_A_NAT) for bucket in range(_BUCKETS)]
         self._shares = [list(shares) for _ in range(_DEPTHS)]
-        self._below, self._above = _BROUGHT, 1.0
+        self._below, self._above = _TOKENS_BELOW, 1.0
 
     @property
-    def brought(self) -> float:
+    def tokens_below(self) -> float:
         """Accepted children of nodes below the root, by the nodes' drafted joint probability: a running ratio.
 
         So a node of joint probability p brings about this times p tokens, if the draft continues below it.

@@ -23,7 +23,7 @@ _EXAMPLE = 'for example {"type": "object"}'
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must match.
+    """A constraint that a text must match.
 
     kind: JSON_SCHEMA, REGEX or LARK.   text: its source, for example the schema as JSON.
     Raises UsageError for a source that is not text, and for a JSON schema that is not a JSON object.
@@ -80,7 +80,7 @@ ACCEPTANCE = (COUPLED, REJECTION, BLOCK)
 SEEDS = 1 << 63
 """Seeds are below this."""
 _LARGEST = 1e30
-"""Of a bias, a temperature and a penalty, so that float32 does not overflow."""
+"""Largest bias, temperature and penalty, so that float32 does not overflow."""
 LEAST_TEMPERATURE = 1e-30
 """Temperatures between 0 and this decode as this one: float32 has no reciprocal of smaller ones."""
 
@@ -183,7 +183,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> Grammar | None:
-        """What the text must match. Raises UsageError if there are two, or one of another type."""
+        """The constraint that the text must match. Raises UsageError if there are two, or one of another type."""
         assert not isinstance(self.json_schema, Mapping)
         return requested_grammar(self.json_schema, self.regex, self.grammar, self.json_object)
 
@@ -225,7 +225,7 @@ class SpeculationParams:
     prediction: text or token ids that the answer will repeat in part, as a further source of drafts.
     tenant:     key of requests that may draft from each other's outputs, if the method's option keeps outputs;
                 None shares with nobody.
-    budget:     of a step. The controller `fixed` uses all of it, others at most this much.
+    budget:     limits of a step's tree. The controller `fixed` uses all of it, others at most this much.
     controller: how tree sizes are chosen: `adaptive`, `fixed`, or a rule for the length of drafts, with options after
                 commas, such as `gammatune,delta=1` (`redraft.runtime.controllers`). None is `fixed` if `budget` is set,
                 else `adaptive`.

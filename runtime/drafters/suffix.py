@@ -52,7 +52,7 @@ class Rates:
 class SuffixDraft(GrowingDraft):
     """A tree with the frequency of each node among its siblings.
 
-    rates: of its candidates.   most: nodes after the root that may be offered.
+    rates: rates of its candidates.   most: nodes after the root that may be offered.
     """
 
     rates: Rates = field(default_factory=Rates)

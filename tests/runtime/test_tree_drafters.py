@@ -19,8 +19,6 @@ from redraft import names
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild, Precision
-from redraft.engines import open_bundle
-from redraft.engines.device import Device
 from redraft.engines.host_buffer import array_of
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
@@ -35,12 +33,11 @@ from redraft.train.batches import Batch
 from redraft.train.objectives.multi_head import MultiHeadObjective
 from redraft.types import Budget, Tree
 from tests.cli.conftest import write_tokenizer
-from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.export.drafters.test_feature_graphs import SIZES, random_module
 from tests.export.drafters.tiny import HIDDEN, counts, token_data, write_verifier
 from tests.export.drafters.trunk_heads import random_heads
 
-from .devices import cpu_device, open_over, tensorrt_device
+from .devices import opener
 from .fakes import fix_costs
 from .lyanna_bundle import CONTEXT, VOCABULARY
 from .test_rejection_drafts import FAR, chi_square
@@ -307,13 +304,7 @@ def opened(
 ) -> Callable[..., Runtime]:
     """A function that opens the bundle on a device, for a number of slots."""
     monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
-    bundle = open_bundle(folder / "engines", verify=False)
-    make: dict[str, Callable[[], Device]] = {
-        "cpu": lambda: cpu_device(bundle),
-        "tensorrt": lambda: tensorrt_device(bundle, tmp_path).device,
-        "onnxruntime on a GPU": lambda: onnxruntime_cuda(bundle, monkeypatch),
-    }
-    return lambda max_num_seqs: open_over(make[request.param](), folder / "engines", max_num_seqs)
+    return opener(request.param, folder / "engines", tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])

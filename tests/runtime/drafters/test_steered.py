@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 
 from redraft import names
-from redraft.engines import open_bundle
-from redraft.engines.device import Device
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.steered import SteeredDrafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Tree
-from tests.engines.fake_onnxruntime import onnxruntime_cuda
-from tests.runtime.devices import cpu_device, open_over, tensorrt_device
+from tests.runtime.devices import opener
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
@@ -60,16 +57,9 @@ def open_on(
     request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[int], Runtime]:
     """A function that opens the bundle on a device, for a number of slots."""
-    if request.param == "host":
-        return lambda slots: opened(folder, slots)
-    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
-    bundle = open_bundle(folder / "engines", verify=False)
-    make: dict[str, Callable[[], Device]] = {
-        "cpu": lambda: cpu_device(bundle),
-        "tensorrt": lambda: tensorrt_device(bundle, tmp_path).device,
-        "onnxruntime on a GPU": lambda: onnxruntime_cuda(bundle, monkeypatch),
-    }
-    return lambda slots: open_over(make[request.param](), folder / "engines", slots)
+    if request.param != "host":
+        monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
+    return opener(request.param, folder / "engines", tmp_path, monkeypatch)
 
 
 def params(temperature: float, tokens: int = 40, **values: object) -> SamplingParams:
