@@ -16,8 +16,8 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.candidate_noise import RowsProposal
-from redraft.runtime.drafters.decoder import Chain, DecoderDrafter, Drafting
-from redraft.runtime.drafters.growing_tree import GrowingTree
+from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
+from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import depths_of, within
 from redraft.types import Budget, Tree
