@@ -232,13 +232,3 @@ def test_a_request_takes_the_first_free_slot_and_moves_nobody() -> None:
     ]  # fmt: skip
     for seq in requests:
         assert seq.new_tokens == plain(mixing_rule, [97] * seq.prompt_length, len(seq.new_tokens))
-
-
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_every_request_comes_to_its_end(slots: int) -> None:
-    cycle = Noting(slots)
-    requests = [request(length, 1 + length % 7) for length in range(2, 200, 23)]
-    for _ in scheduler.run(cycle, requests):
-        pass
-    for seq in requests:
-        assert seq.new_tokens == plain(mixing_rule, [97] * seq.prompt_length, 1 + seq.prompt_length % 7)

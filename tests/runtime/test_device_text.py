@@ -251,16 +251,19 @@ def test_a_window_is_the_host_paths(opened: Open, lyanna_bundle: Path, temperatu
     assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0
 
 
-def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
+@pytest.mark.parametrize("budget", [FULL, Budget(5, 2, 2), Budget(12, 9, 1)], ids=str)
+def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, budget: Budget) -> None:
     """Trees and numbers of steps are equal too. The test avoids the context's end, since the host cuts trees there."""
-    short = prompts(6, seed=7, longest=20)
+    short, how = prompts(6, seed=7, longest=20), SpeculationParams("lyanna", budget=budget)
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = host.generate(short, PARAMS, SpeculationParams("lyanna", budget=FULL))
-    with opened() as runtime:
-        found = runtime.generate(short, PARAMS, SpeculationParams("lyanna", budget=FULL))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.metrics.num_spec_steps == theirs.metrics.num_spec_steps
-    assert sum(g.metrics.num_accepted_draft_tokens for g in found) > STEPS
+        expected = host.generate(short, PARAMS, how)
+    for max_num_seqs in (1, 3):
+        with opened(max_num_seqs) as runtime:
+            found = runtime.generate(short, PARAMS, how)
+        assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+        assert [g.metrics.num_steps for g in found] == [g.metrics.num_steps for g in expected]
+        assert [g.metrics.num_spec_steps for g in found] == [g.metrics.num_spec_steps for g in expected]
+        assert sum(g.metrics.num_accepted_draft_tokens for g in found) > STEPS
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from redraft.config import DrafterBuild
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
-from redraft.runtime import Runtime, SpeculationParams
+from redraft.runtime import Runtime
 from redraft.runtime.device_tree import calls_of
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
@@ -30,7 +30,7 @@ from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Tree
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import fix_costs
 from .lyanna_bundle import STEPS, write_lyanna_bundle
-from .test_lyanna import FULL, PARAMS, prompts
+from .test_lyanna import FULL, prompts
 
 NINE = Budget(nodes=9, depth=STEPS, width=9)
 """It fits after every prompt here, so that no tree is cut because of another."""
@@ -267,17 +267,3 @@ def test_a_budgets_depth_and_width_hold_on_a_device(
                     seen.add((tree.on_device, isinstance(tree, DraftTree)))
         check(requests, expected)
     assert (True, False) in seen if stays else (False, True) in seen
-
-
-@pytest.mark.parametrize("budget", [Budget(5, 2, 2), Budget(12, 9, 1)], ids=str)
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_text_within_a_budget_takes_as_many_steps_as_on_the_host(
-    lyanna_bundle: Path, budget: Budget, max_num_seqs: int
-) -> None:
-    short = prompts(6, seed=7, longest=20)
-    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = host.generate(short, PARAMS, SpeculationParams("lyanna", budget=budget))
-    with open_over(cpu_device(open_bundle(lyanna_bundle, verify=False)), lyanna_bundle, max_num_seqs) as runtime:
-        found = runtime.generate(short, PARAMS, SpeculationParams("lyanna", budget=budget))
-    assert [g.token_ids for g in found] == [g.token_ids for g in expected]
-    assert [g.metrics.num_steps for g in found] == [g.metrics.num_steps for g in expected]

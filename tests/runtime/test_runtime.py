@@ -155,17 +155,6 @@ def test_unknown_method_and_option_are_refused() -> None:
         make_runtime(options={"ngram": {"prompt_lookup_size": 3}}).generate(["a"])
 
 
-def test_a_second_generation_is_refused_while_one_streams() -> None:
-    """Both generations would write the same KV rows."""
-    runtime = make_runtime()
-    stream = runtime.stream("abc", greedy(30))
-    next(stream)
-    with pytest.raises(UsageError, match="still running"):
-        runtime.generate(["x"])
-    stream.close()
-    assert runtime.generate(["x"], greedy(3))[0].finish_reason == "length"
-
-
 def test_json_has_the_documented_fields() -> None:
     values = make_runtime().generate(["abc"], greedy(30))[0].to_json()
     assert list(values) == ["text", "token_ids", "finish_reason", "usage", "metrics"]
