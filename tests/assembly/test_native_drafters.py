@@ -19,7 +19,7 @@ from redraft.assembly.options import choose_drafters, options_of
 from redraft.cli import main
 from redraft.config import NATIVE, BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Costs

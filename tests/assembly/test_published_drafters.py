@@ -20,7 +20,7 @@ from redraft.assembly.options import parse_drafter
 from redraft.cli import main
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Costs
