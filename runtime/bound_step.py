@@ -106,8 +106,8 @@ class BoundStep:
         first = (accept_output.shape[1] + 1) // 2
         outcomes = []
         for seq, row, count in zip(batch, accept_output.tolist(), nodes, strict=True):
-            targets, kept = row[first : first + count], row[0]
-            path = tuple(row[2 : 1 + kept])
+            targets, accepted = row[first : first + count], row[0]
+            path = tuple(row[2 : 1 + accepted])
             tokens = (targets[0], *[targets[node] for node in path]) if path else (targets[0],)
             outcome = Outcome(targets, path, tokens[-1], tokens)
             if tokens[-1] == NOT_REACHED:
@@ -355,8 +355,8 @@ def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Call
 
         def copy_rows(source: int, target: int, rows: int) -> None:
             for array in arrays:
-                kept = (slice(None), slice(rows)) if array.ndim == KV_RANK else ()
-                array[(target, *kept)] = array[(source, *kept)]
+                valid = (slice(None), slice(rows)) if array.ndim == KV_RANK else ()
+                array[(target, *valid)] = array[(source, *valid)]
 
         return copy_rows
     host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})

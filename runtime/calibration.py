@@ -50,10 +50,10 @@ class DepthCalibration:
             next_node = -1
             for child in range(node + 1, len(parents)):
                 if parents[child] == node:
-                    kept = ids[child] == token
+                    accepted = ids[child] == token
                     bucket = min(int((log_probs[node] - log_probs[child]) * _BUCKETS_A_NAT), _BUCKETS - 1)
-                    shares[bucket] += FAST * (kept - shares[bucket])
-                    if kept:
+                    shares[bucket] += FAST * (accepted - shares[bucket])
+                    if accepted:
                         next_node = child
             if next_node < 0:
                 break
@@ -97,13 +97,13 @@ class RankCalibration:
         count = nodes - 1
         self._grow(count)
         shares, seen = self._shares, self._seen
-        kept = [0] * nodes
+        accepted = [0] * nodes
         for node in path:
-            kept[node] = 1
+            accepted[node] = 1
         for place in range(count):
             times = seen[place] = seen[place] + 1
             share = shares[place]
-            shares[place] = share + (1 / (1 + times) if times < _SETTLED else FAST) * (kept[place + 1] - share)
+            shares[place] = share + (1 / (1 + times) if times < _SETTLED else FAST) * (accepted[place + 1] - share)
         for place in range(count, len(shares)):
             shares[place] += SLOW * (_UNSEEN - shares[place])
 

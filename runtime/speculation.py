@@ -77,7 +77,7 @@ class SpeculationFactory:
         for drafter in self._drafters.values():
             drafter.forget(tenant)
 
-    def choose(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:
+    def create(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:
         """Return how requests with these parameters speculate. Raises UsageError.
 
         constrained: whether their texts must match a grammar, whose forced tokens are then drafted.

@@ -77,8 +77,8 @@ class SyntheticAcceptance(Sampler):
         position, last = len(tokens) - 1, 0
         for depth in range(len(parents)):
             children = [node for node in range(last + 1, len(parents)) if parents[node] == last]
-            kept = depth < len(self._shares) and uniform(self._seed, position + depth) < self._shares[depth]
-            if not children or not kept:
+            accepted = depth < len(self._shares) and uniform(self._seed, position + depth) < self._shares[depth]
+            if not children or not accepted:
                 drafted = {ids[node] for node in children}
                 if target_token_ids[last] in drafted:
                     target_token_ids[last] = next(token for token in range(len(drafted) + 1) if token not in drafted)

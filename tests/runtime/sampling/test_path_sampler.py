@@ -232,7 +232,7 @@ def test_tokens_that_are_left_have_the_noise_of_their_ids() -> None:
     kept = 0
     for position in range(300):
         whole = Support(None, scores - scores.max())
-        part = whole.kept(np.flatnonzero(scores > 1))
+        part = whole.subset(np.flatnonzero(scores > 1))
         token = choose(whole, 2, position)
         if token in part.ids:
             kept += 1
