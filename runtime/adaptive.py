@@ -30,9 +30,9 @@ _PROBED = (8, 4, 2)
 """Sizes to probe, root included."""
 _NEAR = 0.1
 _FEW = 4
-"""A draft that decides whether to continue reckons with the mean cost of its first few nodes."""
+"""A draft that decides whether to continue uses the mean cost of its first few nodes."""
 _SURE = 0.9
-"""Drafts continue below nodes of this joint probability in any case, so that what they bring is learned."""
+"""Drafts continue below nodes of this joint probability in any case, so that the controller learns how many tokens follow."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Experience:
 class MethodRecord:
     """Statistics of a method's requests with one kind of noise, with which its next such request starts.
 
-    gain: tokens that trees promised beyond their cost of verification, by offer.
+    gain: expected tokens of trees beyond their cost of verification, by offer.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
@@ -179,8 +179,8 @@ class Adaptive:
 
     def _plan(self, seq: Sequence, offers: abc.Sequence[Offer], limits: StepLimits) -> Plan:
         state = self._state_of(seq)
-        lately = state.experience
-        rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
+        experience = state.experience
+        rate = state.rate = max(experience.tokens / experience.plain_steps, 1.0) / self._table[1]
         found = merged_ready(seq, offers)
         state.shares = ranked_shares(found.log_probs, found.pinned) if len(found) > 1 else ()
         state.least = pinned_nodes(found)
@@ -208,7 +208,7 @@ class Adaptive:
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
     def _stopping(self, budget: Budget, offer: Offer, rate: float, noise: NoiseKind) -> Budget:
-        """Return a budget that ends a draft where one more level would cost more tokens than it brings.
+        """Return a budget that ends a draft where one more level would cost more tokens than it adds.
 
         A stop must not read tokens that were drawn, so draws get a depth, by the acceptance of earlier ones.
         """
@@ -271,8 +271,8 @@ class Adaptive:
 
     def _own_gain(self, state: ControllerState, nodes: int) -> float:
         """Return the gain of one sequence of a batch if all trees have `nodes` nodes, at least 0."""
-        promised = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
-        return max(promised, 0.0)
+        expected = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
+        return max(expected, 0.0)
 
     def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
         """Return all nodes that could be verified for a sequence. Sets the probability of each node to be accepted."""
@@ -352,12 +352,12 @@ class Adaptive:
                     self._depths_of(plan.make, state.noise).observe(made, outcome.tokens)
                 state.made = None
             ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
-        lately = state.experience
+        experience = state.experience
         if not state.probed:
             steps = ms / self._priced[1]
-            lately.update(len(outcome.path) + 1, steps, _LEARN if state.pause > 1 else FAST)
+            experience.update(len(outcome.path) + 1, steps, _LEARN if state.pause > 1 else FAST)
             state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
-        if lately.tokens < _TOLERANCE * lately.plain_steps:
+        if experience.tokens < _TOLERANCE * experience.plain_steps:
             state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
             state.waiting = state.pause
         else:

@@ -16,7 +16,7 @@ _SETTLED = 31
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
 _TOKENS_BELOW = 0.5
-"""Assumed tokens that a node brings below it, by its joint probability, before a draft went on below one."""
+"""Assumed accepted tokens below a node, by its joint probability, until drafts have continued below nodes."""
 _UNSEEN = 0.25
 """Assumed acceptance rate of nodes that were never verified, high enough for whole trees to be tried."""
 
@@ -37,7 +37,7 @@ class DepthCalibration:
     def tokens_below(self) -> float:
         """Accepted children of nodes below the root, by the nodes' drafted joint probability: a running ratio.
 
-        So a node of joint probability p brings about this times p tokens, if the draft continues below it.
+        If a draft continues below a node of joint probability p, about this times p tokens below it are accepted.
         """
         return self._below / self._above
 
@@ -130,10 +130,10 @@ def best_first(shares: Sequence[float], rate: float, table_ms: Sequence[float], 
     shares: probability of each node to be accepted.   rate: tokens a millisecond.   table_ms: cost by nodes.
     """
     best, nodes = 0.0, 0
-    promised = rate * table_ms[1]  # the root's own time costs no tokens
+    expected = rate * table_ms[1]  # the root's own time costs no tokens
     for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends the loop
-        promised += share
-        gain = promised - rate * ms
+        expected += share
+        gain = expected - rate * ms
         if count == least or (count > least and gain > best):
             best, nodes = gain, count
     return nodes, best

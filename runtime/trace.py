@@ -12,7 +12,7 @@ alone. The step in which a request fails has no line. The replay also checks cho
 source, and the number of its nodes. `choice` is `redraft.types.Choice`. Its `log_probs` are those of all nodes that
 could be verified, `looked_up` the tree's nodes that the lookup had. A tree that stayed on a device has `shares`
 instead, by which it was cut. `together` has the rate and the shares of the whole batch, by which all of its trees were
-cut. Its probabilities and shares are estimates, so the replay also compares the tokens that they promised with those
+cut. Its probabilities and shares are estimates, so the replay also compares the expected tokens with those
 that were accepted. `probed` marks a tree that is larger than the number of nodes that seems to pay. `pinned` has the
 pinned ones of the nodes that could be verified, and `least` the number of nodes that were verified at any gain.
 """
@@ -119,7 +119,7 @@ class Replay:
     nodes, accepted: verified and accepted nodes by source. A node that the lookup had counts for it in every tree.
     tried:    trees by source and depth that reach the depth, with drafts accepted at every depth before.
     correct:  those of them whose draft was accepted at this depth too.
-    expected: accepted nodes by source that the estimates promised, over choices that compared costs: the sum of shares.
+    expected: expected accepted nodes by source, over choices that compared costs: the sum of their shares.
     observed: the accepted nodes of the same choices.   weighed: number of these choices.
     """
 

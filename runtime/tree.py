@@ -220,14 +220,14 @@ def join(found: Tree, made: Tree | None, limits: StepLimits, nodes: int) -> Tree
         joined = found if made is None else made if len(found) == 1 else merge(found, made)
         return cut(joined, limits, nodes)
     made = cut(made, limits, nodes)
-    room = min(nodes, limits.budget.nodes) - (len(found) - 1)
-    if room < 1 or len(made) == 1:
+    space = min(nodes, limits.budget.nodes) - (len(found) - 1)
+    if space < 1 or len(made) == 1:
         return cut(found, limits, nodes)
-    rows = len(found) + min(room, len(made) - 1)
+    rows = len(found) + min(space, len(made) - 1)
     fits = limits.block_rows is None or limits.cache_len % limits.block_rows + rows <= limits.block_rows
     if len(found) == 1 or not (limits.branches and fits and _level_bound(found, made) <= limits.budget.width):
         return made
-    return merge(found, made.first(room))
+    return merge(found, made.first(space))
 
 
 def _level_bound(first: Tree, second: Tree) -> int:

@@ -83,7 +83,7 @@ class TreeMaker(Drafter):
     """
 
     step_ms: float = 0.0
-    """`Offer.step_ms` of fresh drafts, lately."""
+    """Recent value of `Offer.step_ms` for fresh drafts."""
 
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
