@@ -32,7 +32,7 @@ _NEAR = 0.1
 _FEW = 4
 """A draft that decides whether to continue uses the mean cost of its first few nodes."""
 _SURE = 0.9
-"""Drafts always continue below nodes of this joint probability, so that the controller learns how many tokens follow."""
+"""Drafts always continue below nodes of this joint probability, so that the controller learns what follows them."""
 
 
 @dataclass(slots=True)
