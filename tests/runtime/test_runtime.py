@@ -182,7 +182,7 @@ def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -
     """Acceptance rates follow the request by depth, and the label marks all text of such a run."""
     runtime = make_runtime(lambda tokens: 97, max_model_len=1000, max_num_seqs=max_num_seqs)
     args = dict(speculation=SpeculationParams(budget=Budget(6, 3, 2)), synthetic_acceptance=(0.9, 0.5, 0.0))
-    runs = [runtime.generate(["a", "a"], greedy(900, seed=seed), **args) for seed in (1, 1, 2)]
+    runs = [runtime.generate(["a", "a"], greedy(600, seed=seed), **args) for seed in (1, 1, 2)]
     first = runs[0][0]
     assert first.token_ids == runs[1][0].token_ids != runs[2][0].token_ids
     assert first.metrics.to_json()["synthetic"] is True

@@ -88,16 +88,16 @@ PARAMS = {
 @pytest.mark.parametrize("values", PARAMS.values(), ids=PARAMS)
 def test_random_trees_change_nothing(values: dict[str, object]) -> None:
     accepted = 0
-    for seed in range(6):
+    for seed in range(3):
         params = SamplingParams(seed=seed, **values)
         plain, expected, _ = decode(params, None)
-        for trees in range(4):
+        for trees in range(3):
             sampler, tokens, kept = decode(params, 100 * seed + trees)
             accepted += kept
             assert tokens == expected
             assert sampler.logit_margins[:LENGTH] == plain.logit_margins[:LENGTH]
             assert (sampler.logprobs or [])[:LENGTH] == (plain.logprobs or [])[:LENGTH]
-    assert accepted > 150
+    assert accepted > 55
 
 
 def test_seeds_and_positions_matter() -> None:

@@ -100,6 +100,6 @@ def test_missing_damaged_and_impossible_defaults(tmp_path: Path) -> None:
         model_sampling(tmp_path, {})
 
 
-def test_an_opened_bundle_has_its_models_defaults(bundle: Path) -> None:
-    with Runtime.open(bundle, threads=1, verify=False) as runtime:
+def test_an_opened_bundle_has_its_models_defaults(lyanna_bundle: Path) -> None:
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
         assert runtime.model_sampling(max_tokens=3) == SamplingParams(max_tokens=3)
