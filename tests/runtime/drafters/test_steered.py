@@ -20,7 +20,8 @@ from tests.runtime.devices import opener
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .steered_bundle import STEPS, Paper, write_bundle
+from .decoder_bundle import STEPS
+from .steered_bundle import Paper
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1], [3 + number * number % 27 for number in range(90)]]
 CLOSE = 1e-4
@@ -28,16 +29,9 @@ HOT = 2.0
 """A temperature at which long drafts are accepted too."""
 WAYS = (
     SpeculationParams("sd2", budget=Budget(STEPS, STEPS, 1)),
-    SpeculationParams("part", budget=Budget(3, 3, 1)),
+    SpeculationParams("sd2-part", budget=Budget(3, 3, 1)),
     "ngram+sd2",
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("steered")
-    write_bundle(found)
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
