@@ -34,7 +34,6 @@ from .test_lyanna import FULL, prompts
 
 NINE = Budget(nodes=9, depth=STEPS, width=9)
 """It fits after every prompt here, so that no tree is cut because of another."""
-WHOLE = Budget(nodes=12, depth=12, width=12)
 Nodes = tuple[list[int], list[int]]
 
 
@@ -209,12 +208,12 @@ def test_two_drafters_draft_side_by_side(pair_bundle: Path, tmp_path: Path, devi
     """Each drafter has its own requests, whose slots the other's calls do not change."""
     texts = [[11, 4, 9, 7] * 5, [3, 12, 5], [7] * 66, [8, 10, 3, 4, 4], [2, 3]]
     owners = ["lyanna", "mtp", "mtp", "lyanna", "mtp"]
-    expected = alone(pair_bundle, texts, owners, 3, 24, WHOLE)
+    expected = alone(pair_bundle, texts, owners, 3, 18, NINE)
     bundle = open_bundle(pair_bundle, verify=False)
     beside = 0
     with open_over(device_of(device, bundle, tmp_path), pair_bundle, 3) as runtime:
-        requests = requests_of(runtime, texts, owners, 3, 24)
-        for sources, trees in play(runtime.verifier, requests, WHOLE):
+        requests = requests_of(runtime, texts, owners, 3, 18)
+        for sources, trees in play(runtime.verifier, requests, NINE):
             beside += len(calls_of(trees)) > 1 if device == "cpu" else sources.count(OfferKind.NONE) < len(sources) - 1
         check(requests, expected)
     assert beside > 5
