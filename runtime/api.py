@@ -78,7 +78,7 @@ class Runtime:
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`.
 
-        threads: of the engine; None uses one a core.   max_num_seqs: sequences that may run at once.
+        threads: threads of the engine; None uses one a core.   max_num_seqs: sequences that may run at once.
         verify:  True checks every byte of the bundle, None too if a file has changed since the last full check on this
                 machine, False none.
         drafter_options: settings by id, for example {"ngram": {"prompt_lookup_max": 3}}.
@@ -211,7 +211,7 @@ class Runtime:
         """
         with self._running():
             self.verifier.warm()
-            self._speculation.choose(SpeculationParams(method), False)
+            self._speculation.create(SpeculationParams(method), False)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
@@ -305,7 +305,7 @@ class Runtime:
         speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
         self.verifier.warm()
         keys = [(how, one.constraint is not None) for how, one in zip(speculating, sampling, strict=True)]
-        plans = {key: self._speculation.choose(*key, forced) for key in dict.fromkeys(keys)}
+        plans = {key: self._speculation.create(*key, forced) for key in dict.fromkeys(keys)}
         requests = [
             self._request(prompt, one, plans[key], key[0], forced, record_logit_margins)
             for prompt, one, key in zip(prompts, sampling, keys, strict=True)

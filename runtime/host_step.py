@@ -81,15 +81,12 @@ class HostSteps(Steps):
         self.branches = True
 
     def move(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of slot `source` to slot `target`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
     def host_kv(self) -> list[Array]:
-        """Return the keys and values of every layer, each [slots, H_kv, C, D]."""
         return list(self.kv)
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
-        """Return the step for such trees."""
         width = max(map(len, trees))
         width = max(width, -(-self.fewest_rows // len(trees)))
         branched = self._tree_engine is not self._engine and not all(map(is_chain, trees))
@@ -177,7 +174,6 @@ class HostStep(_HostCall):
     def fill(
         self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
     ) -> None:
-        """Set the inputs of the next run."""
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
             self._place(slot, tree, rows)
         self._kv_len[0] = max(cache_len) + self.width
@@ -260,10 +256,8 @@ class HostPrefill(_HostCall):
         self._chunk = len(tokens)
 
     def run(self) -> None:
-        """Run the engine and gather features."""
         self._call.run()
         self._gather([slice(self._chunk)], range(self._slot, self._slot + 1))
 
     def outcome(self, seq: Request) -> Outcome:
-        """Return the outcome of the sampler of `seq` after the chunk."""
         return seq.sampler.verify(array_of(self.logits)[0], root_only(seq.tokens[-1]), seq.tokens)

@@ -235,14 +235,17 @@ def find_tools(config: BuildConfig) -> Tools:
     return Tools(target, None)
 
 
-def check_buildable(config: BuildConfig) -> None:
-    """Raise BackendError naming the package to install if this machine cannot build this configuration."""
+def check_buildable(config: BuildConfig) -> Tools | None:
+    """Return the tools of a build for TensorRT, None for another backend.
+
+    Raises BackendError naming the package to install if this machine cannot build this configuration.
+    """
     if not config.for_tensorrt:
-        return
+        return None
     product = PRODUCTS[config.backend]
     if find_spec(product.module) is None:
         raise BackendError(
             f"backend {product.backend} needs {product.title}, which is not installed",
             f"{product.install}, or {_INSTEAD}",
         )
-    find_tools(config)
+    return find_tools(config)

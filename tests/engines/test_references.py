@@ -45,7 +45,7 @@ def built(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.T
     """The embedded model; for TensorRT without engines, which only TensorRT can build."""
     folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("redraft.assembly.bundle.find_tools", lambda config: None)
+        patch.setattr("redraft.assembly.bundle.check_buildable", lambda config: None)
         bundle = build_tiny(root, folder / "tiny", *request.param, None)
     return Built(bundle, exact(bundle, folder / "exact"), exact(bundle, folder / "rounded", rounded=True))
 
