@@ -156,7 +156,8 @@ def test_a_real_builder_takes_every_precision(tmp_path: Path, refused: Refused) 
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
     (tmp_path / "little.toml").write_text(LITTLE)
-    options = ["--precision", ",".join(PRECISIONS), "--weights", "random", "--compute-capability", "8.9"]
+    options = ["--precision", ",".join(PRECISIONS), "--weights", "random", "--drafter", "none", "--skip-check"]
+    options += ["--compute-capability", "8.9"]
     command = [Path(sys.executable).with_name("redraft"), "build", tmp_path / "little.toml", "-o", tmp_path / "tiny"]
     done = subprocess.run([*command, "--backend", "tensorrt-rtx", *options, "--json"], capture_output=True, text=True,
                           env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False)  # fmt: skip
