@@ -22,8 +22,8 @@ from redraft.assembly.self_check import check_engines
 from redraft.assembly.verifier import SharedWork, write_measured
 from redraft.config import RANDOM, BuildConfig
 from redraft.engines import Bundle, BundleWriter
-from redraft.engines.backends import check_buildable
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, verifier_digest
+from redraft.engines.tensorrt.target import check_buildable
 from redraft.export.gguf.checkpoint import GgufCheckpoint
 from redraft.packages import package_version
 

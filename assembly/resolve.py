@@ -20,10 +20,10 @@ from redraft.assembly.preflight import check_file, check_libraries, check_room
 from redraft.assembly.progress import Report
 from redraft.config import HALVES, BuildConfig
 from redraft.engines import BundleWriter
-from redraft.engines.backends import check_buildable
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import Manifest, load_manifest
+from redraft.engines.tensorrt.target import check_buildable
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.gguf.checkpoint import open_checkpoint
@@ -32,7 +32,7 @@ from redraft.interrupts import interrupts_deferred
 from redraft.packages import package_version
 
 if TYPE_CHECKING:
-    from redraft.engines.tensorrt.tools import Tools
+    from redraft.engines.tensorrt.target import Tools
 
 ENGINES = Path("build/engines")
 """The folder of bundles without a name of their own."""

@@ -178,10 +178,9 @@ def _engine_cache() -> Finding:
 
 def _accelerators() -> Iterator[Finding]:
     """Yield the GPU, TensorRT and its plugin; the CPU path needs none. TensorRT is not loaded without a driver."""
-    from redraft.engines.tensorrt.driver import cuda_version, find_gpu
+    from redraft.engines.gpu import cuda_version, find_gpu
     from redraft.engines.tensorrt.plugin import FOLDER, library_name
-    from redraft.engines.tensorrt.products import PACKAGE
-    from redraft.engines.tensorrt.target import find_target
+    from redraft.engines.tensorrt.target import PACKAGE, find_target
 
     backends: list[str] = []
     try:

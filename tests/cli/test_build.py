@@ -17,7 +17,7 @@ import pytest
 from tests.cli.conftest import Refused, Run
 from tests.little import Redraft
 
-from redraft.engines.locking import build_lock
+from redraft.engines.writer import build_lock
 
 
 @pytest.fixture

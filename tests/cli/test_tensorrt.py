@@ -23,12 +23,11 @@ from redraft import names
 from redraft.cli import main
 from redraft.config import NATIVE_RELEASES
 from redraft.engines import open_bundle
+from redraft.engines.gpu import Gpu
 from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
-from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target
-from redraft.engines.tensorrt.tools import Tools
+from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target, Tools
 
 Build = Callable[..., int]
 
@@ -52,8 +51,8 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
     def run(release: str, *options: object, builder: Callable[[EngineBuild], bytes | memoryview] = fake) -> int:
         tools = Tools(Target(release, Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)), Plugin(library, "0" * 64))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr("redraft.engines.backends.find_spec", lambda name: object())
-        monkeypatch.setattr("redraft.engines.backends.find_tools", lambda options: tools)
+        monkeypatch.setattr("redraft.engines.tensorrt.target.find_spec", lambda name: object())
+        monkeypatch.setattr("redraft.engines.tensorrt.target.find_tools", lambda options: tools)
         monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=builder))
         return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])
 
@@ -70,7 +69,7 @@ def parsed(bundle: Path, *options: str) -> set[str]:
     """
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
-    command = [sys.executable, "-m", "experiments.tensorrt_check", *options, str(bundle)]
+    command = [sys.executable, "-m", "tests.engines.tensorrt.real_parser", *options, str(bundle)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, [each for each in found if "refused" in each] or done.stderr
@@ -131,15 +130,33 @@ def test_every_graph_is_taken(
 
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int4", "int8")
+LITTLE = """
+source = "little"
+[shape]
+architectures = ["LlamaForCausalLM"]
+model_type = "llama"
+hidden_size = 128
+intermediate_size = 256
+num_hidden_layers = 1
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 512
+max_position_embeddings = 256
+"""
+"""A recipe whose operators are those of the embedded model."""
 
 
 @pytest.mark.slow
 def test_a_real_builder_takes_every_precision(tmp_path: Path, refused: Refused) -> None:
-    """TensorRT for RTX builds ahead of time, without a GPU. In a process of its own, since a refusal may abort."""
+    """TensorRT for RTX builds ahead of time, without a GPU. In a process of its own, since a refusal may abort.
+
+    `make check-tensorrt` builds the embedded model, whose twelve layers take three times as long.
+    """
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
-    options = ["--precision", ",".join(PRECISIONS), "--drafter", "none", "--skip-check", "--compute-capability", "8.9"]
-    command = [Path(sys.executable).with_name("redraft"), "build", "tiny", "-o", tmp_path / "tiny"]
+    (tmp_path / "little.toml").write_text(LITTLE)
+    options = ["--precision", ",".join(PRECISIONS), "--weights", "random", "--compute-capability", "8.9"]
+    command = [Path(sys.executable).with_name("redraft"), "build", tmp_path / "little.toml", "-o", tmp_path / "tiny"]
     done = subprocess.run([*command, "--backend", "tensorrt-rtx", *options, "--json"], capture_output=True, text=True,
                           env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
