@@ -19,7 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from redraft import names
-from redraft.assembly.scoring import bind_caches, fill_chain
+from redraft.assembly.quality import bind_caches, fill_chain
 from redraft.engines import Bundle, open_calls
 from redraft.engines.manifest import GraphRecord
 from redraft.errors import UnsupportedModelError
