@@ -69,7 +69,7 @@ class _Product:
     @property
     def rows(self) -> int:
         """The number of all outputs."""
-        return max(outputs.stop for outputs in self.parameters.values())
+        return max(int(outputs.stop) for outputs in self.parameters.values())
 
 
 @dataclass(frozen=True)

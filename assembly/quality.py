@@ -142,11 +142,10 @@ class Compared:
         """Compare logits [T, V]. targets: the next tokens, one fewer at the end of a text."""
         own, exact = _log_softmax(logits), _log_softmax(expected)
         rows, same = np.arange(len(targets)), logits.argmax(-1) == expected.argmax(-1)
-        losses, losses_fp32 = -own[rows, targets], -exact[rows, targets]
+        losses, losses_fp32 = (-one[rows, targets].astype(np.float64) for one in (own, exact))
         np.subtract(exact, own, out=own)
         np.exp(exact, out=exact)
-        figures = (losses, losses_fp32, np.einsum("tv,tv->t", exact, own))
-        return cls(*(figure.astype(np.float64) for figure in figures), same)
+        return cls(losses, losses_fp32, np.einsum("tv,tv->t", exact, own).astype(np.float64), same)
 
     @classmethod
     def joined(cls, chunks: Sequence[Compared]) -> Compared:
