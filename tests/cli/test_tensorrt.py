@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import onnx
 import pytest
-from tests.cli.conftest import Run
+from tests.cli.conftest import Refused, Run
 from tests.engines.bundles import write_bundle
 from tests.standins.tensorrt import FakeTensorRt
 
@@ -29,7 +29,6 @@ from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target, Tools
 
-Refused = Callable[..., str]
 Build = Callable[..., int]
 
 
