@@ -34,8 +34,8 @@ from redraft.train.acceptance import WIDTH, acceptance_of, greedy_rows
 from redraft.train.batches import Batch
 from redraft.train.drafter_evaluate import open_drafter, read_prompts
 from redraft.train.objectives.lyanna import LyannaObjective
-from redraft.train.self_text import continue_greedily
 from redraft.train.verifier_model import VerifierModel, open_verifier
+from redraft.train.writer import continue_greedily
 
 FORMS: tuple[TokenInfo, ...] = get_args(TokenInfo)
 REDRAFT = "import sys; from redraft.cli.main import main; sys.exit(main())"

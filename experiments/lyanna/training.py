@@ -21,20 +21,17 @@ from numpy.typing import NDArray
 from redraft.errors import UsageError
 from redraft.export.drafters.checkpoint import save_drafter
 from redraft.methods.lyanna import METHOD
-from redraft.train.acceptance import Acceptance, greedy_rows
-from redraft.train.batches import Batch, BatchPlan
-from redraft.train.checkpoint import NAME
+from redraft.train.acceptance import Acceptance
+from redraft.train.batches import Batch, Plan
 from redraft.train.data import parse_sources
-from redraft.train.drafter_log import DrafterLog, measures_of, read_progress
-from redraft.train.drafter_run import PROGRESS, TEXTS, draft_vocabulary
-from redraft.train.loop import StepReport, train
+from redraft.train.document_text import DocumentText
+from redraft.train.drafter_run import TEXTS, draft_vocabulary
+from redraft.train.loop import CHECKPOINT, StepReport, train
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.objectives.lyanna_method import METHOD as TRAINING
 from redraft.train.objectives.lyanna_method import LyannaRecipe, configure, objective
-from redraft.train.progress import ProgressReport
-from redraft.train.run import data_digest, load_corpora
-from redraft.train.run_facts import RunFacts
-from redraft.train.text_store import Array, TextStore, token_counts
+from redraft.train.progress import PROGRESS, DrafterLog, ProgressReport, measures_of, read_progress
+from redraft.train.trained_drafter import RunFacts
 from redraft.train.verifier_model import VerifierModel, open_verifier
 
 POINTS = 4
@@ -78,7 +75,7 @@ class Lines(ProgressReport):
 class Texts:
     """Texts and counts that all variants share.
 
-    streams: tokens by stream.   held_out: greedy rows of every kind, whose drafts start after their prompts.
+    plan: batches of the texts.   held_out: greedy rows of every kind, whose drafts start after their prompts.
     counts: of every token, int64 [V].
     """
 
@@ -86,7 +83,7 @@ class Texts:
     verifier: VerifierModel
     recipe: LyannaRecipe
     identity: str
-    streams: Mapping[str, Array]
+    plan: Plan
     held_out: Mapping[str, list[Batch]]
     counts: NDArray[np.int64]
     report: Lines
@@ -111,23 +108,18 @@ def open_texts(options: argparse.Namespace) -> Texts:
     torch.set_num_threads(options.threads)
     sources = parse_sources(options.data)
     recipe, out, report = recipe_of(options, sources), options.out, Lines()
-    corpora = load_corpora(sources, recipe)
     verifier = open_verifier(options.verifier, "cpu")
-    values = recipe.to_dict()
-    texts = {name: values[name] for name in ("self_text", "seed", "held_out_every")}
-    texts["self_text"] = {**texts["self_text"], "temperatures": list(recipe.self_text.temperatures)}
-    data = data_digest(corpora)
-    facts = RunFacts(METHOD.id, {}, verifier.identity, data, {**texts, "kinds": sorted(sources), "data": data})
+    material = DocumentText(out / TEXTS, verifier, recipe, sources, report.writing)
+    settings = {**material.settings, "data": material.digest}
+    facts = RunFacts(METHOD.id, {}, verifier.identity, material.digest, settings)
     if RunFacts.read(out) is None:
         out.mkdir(parents=True, exist_ok=True)
         facts.write(out)
     facts.check_same(out)
-    store = TextStore(out / TEXTS, verifier, recipe, corpora, report.writing)
-    streams = store.streams(recipe.drafter.chain)
-    counts = token_counts(streams, verifier.vocab_size)
-    first = recipe.self_text.prompt_tokens - 1
-    held_out = {kind: greedy_rows(rows, first, recipe.drafter.chain) for kind, rows in store.held_out().items()}
-    return Texts(out, verifier, recipe, facts.digest(), streams, held_out, counts, report)
+    chain = recipe.drafter.chain
+    plan, held_out = material.plan(chain), material.held_out(chain)
+    counts = material.counts(verifier.vocab_size)
+    return Texts(out, verifier, recipe, facts.digest(), plan, held_out, counts, report)
 
 
 def train_variant(
@@ -146,12 +138,11 @@ def train_variant(
     torch.manual_seed(recipe.seed)
     config = configure(recipe, texts.verifier)
     found = objective(texts.verifier.model, config, recipe, draft_vocabulary(config, texts.counts), False)
-    plan = BatchPlan(texts.streams, recipe.stream_weights(), recipe.seed, found.lookahead)
     if recipe.drafter.init != "random":
-        batches = (plan.batch(step, recipe) for step in range(recipe.steps))
+        batches = (texts.plan.batch(step, recipe) for step in range(recipe.steps))
         TRAINING.starts[recipe.drafter.init](found.drafter, texts.verifier, batches)
     log = DrafterLog(folder / PROGRESS, found, texts.held_out, recipe, texts.report, measures_of(TRAINING))
-    train(found, plan, recipe, folder, identity=texts.identity, resume=(folder / NAME).exists(), report=log)
+    train(found, texts.plan, recipe, folder, identity=texts.identity, resume=(folder / CHECKPOINT).exists(), report=log)
     measured = read_progress(folder / PROGRESS)
     if not measured:
         raise UsageError(f"{folder} has a checkpoint and no {PROGRESS}", "remove the folder; it is trained again")

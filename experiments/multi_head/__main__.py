@@ -23,8 +23,8 @@ from experiments.multi_head.publish import publish
 from experiments.multi_head.recipe import DEFAULT, VariantRecipe
 from experiments.multi_head.run import train_variant
 from redraft.bench.command import run
-from redraft.train.checkpoint import load_checkpoint
 from redraft.train.data import parse_sources
+from redraft.train.loop import load_checkpoint
 from redraft.train.progress import ProgressReport
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

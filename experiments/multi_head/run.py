@@ -14,9 +14,8 @@ from experiments.tiny.run import load_stream, write_streams
 from redraft.errors import UsageError
 from redraft.names import TOKENIZER_FILE
 from redraft.train.batches import BatchPlan
-from redraft.train.checkpoint import load_checkpoint
-from redraft.train.loop import StepReport, train
-from redraft.train.run import data_digest, load_corpora, refuse_run
+from redraft.train.data import data_digest, load_corpora
+from redraft.train.loop import StepReport, load_checkpoint, refuse_run, train
 
 
 def train_variant(

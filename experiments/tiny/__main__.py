@@ -24,10 +24,9 @@ from experiments.tiny.publish import load_run, publish
 from experiments.tiny.recipe import TINY, VerifierRecipe
 from experiments.tiny.run import train_verifier
 from redraft.bench.command import run
-from redraft.train.checkpoint import load_checkpoint
-from redraft.train.data import parse_sources
+from redraft.train.data import data_facts, load_corpora, parse_sources
+from redraft.train.loop import load_checkpoint
 from redraft.train.progress import ProgressReport
-from redraft.train.run import data_facts, load_corpora
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from experiments.tiny.objective import VerifierObjective
 from experiments.tiny.recipe import VerifierRecipe
 from experiments.tiny.tokenizer import EOS_ID, save_tokenizer
 from redraft.names import TOKENIZER_FILE
-from redraft.train.checkpoint import load_checkpoint
 from redraft.train.data import Corpus
+from redraft.train.loop import load_checkpoint
 from redraft.train.mtp import MTP_FILE, MTP_KEY
 
 

@@ -17,9 +17,8 @@ from experiments.tiny.tokenizer import EOS_ID, train_tokenizer
 from redraft.errors import TrainingError, UsageError
 from redraft.names import TOKENIZER_FILE
 from redraft.train.batches import BatchPlan
-from redraft.train.data import Corpus
-from redraft.train.loop import StepReport, train
-from redraft.train.run import DATA, data_digest, facts_of, load_corpora, refuse_run, token_stream
+from redraft.train.data import DATA, Corpus, data_digest, facts_of, load_corpora, token_stream
+from redraft.train.loop import StepReport, refuse_run, train
 
 
 def train_verifier(

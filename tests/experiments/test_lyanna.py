@@ -46,7 +46,7 @@ from redraft.runtime import Generation
 from redraft.runtime.metrics import Metrics
 from redraft.runtime.trace import Replay
 from redraft.train.acceptance import greedy_rows
-from redraft.train.batches import Batch
+from redraft.train.batches import Batch, BatchPlan
 from redraft.train.drafter_config import SelfText
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
@@ -171,7 +171,8 @@ def texts(verifier, tmp_path):
     stream = np.arange(400, dtype=np.uint16) % VOCABULARY
     counts = np.bincount(stream, minlength=VOCABULARY)
     held_out = greedy_rows(stream[:48].reshape(4, 12), RECIPE.self_text.prompt_tokens - 1, RECIPE.drafter.chain)
-    return Texts(tmp_path, found, RECIPE, "x", {"a": stream}, {"a": held_out}, counts, Lines())
+    plan = BatchPlan({"a": stream}, RECIPE.stream_weights(), RECIPE.seed, RECIPE.drafter.chain)
+    return Texts(tmp_path, found, RECIPE, "x", plan, {"a": held_out}, counts, Lines())
 
 
 def test_variants_train_alike_and_are_read_again(texts, capsys):
@@ -205,10 +206,18 @@ def test_a_recipe_with_the_options_fields(tmp_path):
 
 
 def test_texts_of_another_run_are_refused(tmp_path, monkeypatch):
-    stream = {"code": np.arange(9)}
-    store = SimpleNamespace(streams=lambda lookahead: stream, held_out=lambda: {"code": np.arange(80)[None]})
-    monkeypatch.setattr(training, "TextStore", lambda *arguments: store)
-    monkeypatch.setattr(training, "load_corpora", lambda sources, recipe: {})
+    def material(folder, verifier, recipe, sources, progress):
+        settings = json.loads(json.dumps({"self_text": recipe.to_dict()["self_text"]}))
+        counts = np.ones(9, int)
+        return SimpleNamespace(
+            digest="d",
+            settings=settings,
+            plan=lambda chain: None,
+            held_out=lambda chain: {},
+            counts=lambda size: counts,
+        )
+
+    monkeypatch.setattr(training, "DocumentText", material)
     monkeypatch.setattr(training.torch, "set_num_threads", lambda threads: None)
     found = SimpleNamespace(identity=Identity(("w",), "t"), vocab_size=12)
     monkeypatch.setattr(training, "open_verifier", lambda path, device: found)

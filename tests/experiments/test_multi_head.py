@@ -20,7 +20,7 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.train.batches import Batch
-from redraft.train.run import load_corpora
+from redraft.train.data import load_corpora
 
 
 @pytest.fixture(scope="module")

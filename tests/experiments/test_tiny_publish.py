@@ -14,9 +14,8 @@ from experiments.tiny.publish import load_run, publish
 from experiments.tiny.python_text import has_no_error, syntax_checks
 from experiments.tiny.tokenizer import BOS_ID, EOS_ID
 from redraft.errors import CheckpointError
-from redraft.train.data import is_held_out
+from redraft.train.data import is_held_out, load_corpora
 from redraft.train.mtp import load_mtp
-from redraft.train.run import load_corpora
 
 
 @pytest.fixture(scope="module")
