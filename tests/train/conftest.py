@@ -8,14 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from redraft.train.mtp import MTP_FILE, MTP_KEY, MtpModule
 from redraft.train.progress import ProgressReport
+
+from .small_verifier import ModelConfig, VerifierRecipe, publish, train_verifier
 
 TEXT = "the cat sat on a mat and saw two dogs run over old green hills by the sea while rain fell"
 SELF_TEXT = "[self_text]\nrows = 4\nprompt_tokens = 6\nnew_tokens = 20\nheld_out_rows = 2\n"
@@ -43,6 +41,18 @@ class KillAfter(ProgressReport):
         self.written.append(name)
         if name == self.text:
             raise Killed
+
+
+@pytest.fixture(scope="session")
+def recipe() -> VerifierRecipe:
+    model = ModelConfig(
+        vocab_size=400, hidden_size=32, layers=4, intermediate_size=64, heads=2, kv_heads=1, head_dim=16,
+        max_positions=64,
+    )  # fmt: skip
+    return VerifierRecipe(
+        model=model, weights={"code": 0.5, "word_problems": 0.25, "prose": 0.25}, steps=12, batch_tokens=128,
+        seq_len=16, decay_seq_len=32, start_layers=2, grow_step=4, warmup_steps=2, held_out_every=3,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -81,49 +91,19 @@ def prose(sources: dict[str, str]) -> dict[str, str]:
     return {"prose": sources["prose"]}
 
 
-def make_tokenizer(texts: list[str]) -> Tokenizer:
-    """Return a tokenizer of 400 tokens that begins texts with BOS."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
-    return tokenizer
-
-
-def make_model(config: LlamaConfig, tokens: torch.Tensor) -> LlamaForCausalLM:
-    """Return a model after some steps of training."""
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for _ in range(20):
-        starts = torch.randint(len(tokens) - 32, (8,)).tolist()
-        rows = torch.stack([tokens[start : start + 32] for start in starts])
-        model(rows, labels=rows).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+@pytest.fixture(scope="session")
+def run(recipe: VerifierRecipe, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run folder."""
+    out = tmp_path_factory.mktemp("run")
+    train_verifier(sources, out, recipe)
+    return out
 
 
 @pytest.fixture(scope="session")
-def verifier_folder(sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The verifier of drafters: a small model with a random MTP module."""
+def verifier_folder(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, published: what drafters are trained for."""
     out = tmp_path_factory.mktemp("verifier")
-    texts = [Path(source).read_text(encoding="utf-8")[:20000] for source in sources.values()]
-    tokenizer = make_tokenizer(texts)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(str(out))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=32, num_hidden_layers=4, intermediate_size=64, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=0,
-        eos_token_id=1, rms_norm_eps=1e-5,
-    )  # fmt: skip
-    model = make_model(config, torch.tensor([token for text in texts for token in tokenizer.encode(text).ids]))
-    setattr(model.config, MTP_KEY, {"file": MTP_FILE, "depth": 1})
-    model.save_pretrained(str(out))
-    save_file(MtpModule(config).state_dict(), str(out / MTP_FILE), metadata={"format": "pt"})
+    publish(run, out)
     return out
 
 
