@@ -221,7 +221,7 @@ def test_drafters_that_a_run_cannot_begin_with_are_refused_in_one_line(go, pretr
 def test_the_command_is_student(verifier_folder, prose, tmp_path):
     command = ["student", "--verifier", str(verifier_folder), "--data", f"prose={prose['prose']}"]
     result = RUNNER.invoke(app, [*command, "--out", str(tmp_path), "--config", "lyanna"])
-    assert "the recipe lyanna is for lyanna" in str(result.exception)
+    assert isinstance(result.exception, UsageError)
     result = RUNNER.invoke(app, [*command, "--out", str(tmp_path), "--steps", "2", "--epochs", "1"])
     assert isinstance(result.exception, UsageError)
     assert result.exception.message == "--steps and --epochs both give the length"
