@@ -44,14 +44,12 @@ from redraft.methods.multi_head import METHOD
 from redraft.names import TOKENIZER_FILE
 from redraft.train.acceptance import acceptance_of, rank_accuracies
 from redraft.train.batches import Batch, BatchPlan
-from redraft.train.checkpoint import load_checkpoint
 from redraft.train.config import Recipe
-from redraft.train.data import SEPARATOR, parse_sources
-from redraft.train.loop import train
+from redraft.train.data import SEPARATOR, data_digest, load_corpora, parse_sources
+from redraft.train.loop import load_checkpoint, refuse_run, train
 from redraft.train.objectives.chain_attention import ChainAttention
 from redraft.train.objectives.multi_head import MultiHeadObjective
 from redraft.train.progress import ProgressReport
-from redraft.train.run import data_digest, load_corpora, refuse_run
 from redraft.train.verifier_model import VerifierModel, open_verifier
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"

@@ -24,9 +24,8 @@ from experiments.tiny.evaluate import evaluate
 from experiments.tiny.heldout import write_held_out
 from redraft.bench.command import run
 from redraft.names import TOKENIZER_FILE
-from redraft.train.data import parse_sources
+from redraft.train.data import load_corpora, parse_sources
 from redraft.train.progress import ProgressReport
-from redraft.train.run import load_corpora
 
 CONFIG = Path(__file__).parent / "tiny.toml"
 """The recipe that the embedded verifier was trained with."""
