@@ -144,7 +144,7 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
     engines to compare with. Raises UsageError and DataError.
     """
     from redraft.assembly.evaluation import held_out_texts
-    from redraft.bench.prompts import read_text
+    from redraft.files import read_text
 
     if options == ["none"] or (not options and (config.precision in HALVES or config.for_tensorrt)):
         return {}
@@ -194,7 +194,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, nativ
 
 def describe_drafter(drafter: BuiltDrafter, bundle: Path, manifest: Manifest) -> dict[str, Any]:
     """Return a drafter as a JSON object. `table_bytes` is the size of its tables, `draft_cost` is `bytes_cost`."""
-    from redraft.bench.break_even import bytes_cost
+    from redraft.engines.draft_costs import bytes_cost
 
     summary = drafter.method.describe(drafter.shape)
     record = drafter.record
@@ -210,7 +210,7 @@ def describe_drafter(drafter: BuiltDrafter, bundle: Path, manifest: Manifest) ->
 
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as lines."""
-    from redraft.bench.break_even import describe_cost
+    from redraft.engines.draft_costs import describe_cost
     from redraft.engines.sizes import describe_shares, describe_size
 
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"

@@ -1,4 +1,4 @@
-"""Speculation's speed against the bound by its acceptance and the cost of verification (`redraft.bench.bound`).
+"""Speculation's speed against the bound by its acceptance and the cost of verification (`redraft.bench.summary`).
 
     python -m experiments.bound --engines build/engines/tiny --prompts assets/tiny/prompts/code.jsonl \\
         --synthetic-acceptance 0.9,0.8,0.7 --budget nodes=8,depth=4,width=2
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from redraft.bench.bound import achieved
 from redraft.bench.command import budget, bundle_parser, rates, run
 from redraft.bench.compare import Settings, compare
 from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
+from redraft.bench.summary import achieved
 from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.cost import measure_curve
 

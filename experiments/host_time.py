@@ -32,7 +32,7 @@ from tests.standins.cuda import FakeCuda
 from tests.standins.tensorrt import FakeTensorRt, write_idle_engine
 
 from redraft import names
-from redraft.bench.command import Report, budget, bundle_parser, run
+from redraft.bench.command import Sections, budget, bundle_parser, run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
 from redraft.engines import Bundle, open_bundle
@@ -133,10 +133,10 @@ class TimedCycle(Cycle):
 def main() -> dict[str, Any]:
     """Take the measurements that the options ask for."""
     options = _arguments()
-    return Report(options.out).fill(lambda report: measure_all(options, report))
+    return Sections(options.out).fill(lambda report: measure_all(options, report))
 
 
-def measure_all(options: argparse.Namespace, report: Report) -> None:
+def measure_all(options: argparse.Namespace, report: Sections) -> None:
     """Report a section for each method, with a fixed budget and with sizes that the controller chooses."""
     bundle = open_bundle(options.engines, verify=False)
     report.put("bundle", bundle.manifest.name)

@@ -21,7 +21,7 @@ from typing import Any
 from redraft.bench.command import budget, bundle_parser, run
 from redraft.bench.compare import Settings, first_turn, timing
 from redraft.bench.environment import environment
-from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.prompts import BenchPrompt, load_prompts
 from redraft.bench.statistics import speedup
 from redraft.methods import NONE
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
@@ -123,7 +123,8 @@ def main() -> dict[str, Any]:
         settings = Settings(SamplingParams(), chat=options.chat)
         prompts = [first_turn(runtime, one, settings) for one in load_prompts(options.prompts, options.limit)]
         records = [
-            first_turn(runtime, Prompt(who, "record", f"Describe {who} as a JSON record."), settings) for who in RECORDS
+            first_turn(runtime, BenchPrompt(who, "record", f"Describe {who} as a JSON record."), settings)
+            for who in RECORDS
         ]
         names = (NONE, *options.methods.split(","))
         fixed = {name: SpeculationParams(name, budget=None if name == NONE else options.budget) for name in names}

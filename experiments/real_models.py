@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 from redraft.assembly.evaluation import held_out_texts
 from redraft.bench.command import run
 from redraft.bench.environment import environment
-from redraft.bench.prompts import read_text
 from redraft.engines import open_bundle
 from redraft.engines.manifest import Manifest
 from redraft.engines.sizes import total_bytes
+from redraft.files import read_text
 from redraft.runtime.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 37

@@ -31,7 +31,7 @@ import numpy as np
 from redraft.bench.command import bundle_parser, run
 from redraft.bench.compare import Settings, first_turn
 from redraft.bench.environment import environment
-from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.prompts import BenchPrompt, load_prompts
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, scheduler
 from redraft.runtime.params import COUPLED, REJECTION
 from redraft.runtime.sampling.rejection import Probs, drawn_from
@@ -160,7 +160,7 @@ def main() -> dict[str, Any]:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--chat", action="store_true", help="wrap prompts in the chat template")
     options = parser.parse_args()
-    prompts: tuple[Prompt, ...] = load_prompts(options.prompts, options.limit)
+    prompts: tuple[BenchPrompt, ...] = load_prompts(options.prompts, options.limit)
     with Runtime.open(options.engines) as runtime:
         params = SamplingParams(max_tokens=options.max_new_tokens, temperature=options.temperature)
         ids = [first_turn(runtime, prompt, Settings(params, chat=options.chat)) for prompt in prompts]

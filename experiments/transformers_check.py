@@ -16,7 +16,7 @@ from typing import Any
 
 from redraft.bench.command import bundle_parser, run
 from redraft.bench.environment import environment
-from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.prompts import BenchPrompt, load_prompts
 from redraft.bench.statistics import first_difference
 from redraft.bench.summary import NEAR_TIE
 from redraft.export.quiet import quiet_export
@@ -62,7 +62,11 @@ def reference(checkpoint: Path, prompts: Sequence[list[int]], options: argparse.
 
 
 def differences(
-    runtime: Runtime, prompts: Sequence[Prompt], expected: Sequence[list[int]], method: str, options: argparse.Namespace
+    runtime: Runtime,
+    prompts: Sequence[BenchPrompt],
+    expected: Sequence[list[int]],
+    method: str,
+    options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Return the first token at which each prompt's output differs from the expected one, and its logit margin."""
     params = SamplingParams(max_tokens=options.max_new_tokens)

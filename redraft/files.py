@@ -1,4 +1,4 @@
-"""Large files that several folders share."""
+"""Files: texts of users, and large files that several folders share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
+
+from redraft.errors import DataError, UsageError
+
+
+def read_text(file: Path) -> str:
+    """Return a UTF-8 text file. Raises UsageError if it cannot be opened, DataError if it is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", "check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 (byte {error.start})", "convert it, for example with iconv") from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:

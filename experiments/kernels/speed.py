@@ -33,8 +33,8 @@ from experiments.kernels.device import (
     require_device,
 )
 from experiments.kernels.problem import CompactionProblem, DeviceProblem
-from redraft.bench.command import Report, reason_of, run
-from redraft.bench.statistics import median_estimate
+from redraft.bench.command import Sections, reason_of, run
+from redraft.bench.statistics import CONFIDENCE, FEWEST_VALUES, RESAMPLES
 from redraft.errors import KernelError
 from redraft.plugins.library import Kernels, missing_kernels, open_kernels
 from redraft.plugins.traffic import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
@@ -60,10 +60,10 @@ def main() -> dict[str, Any]:
     parser.add_argument("--ctas", type=int, default=0, help="blocks of the attention kernel; 0 chooses")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
-    return Report(options.out).fill(lambda report: measure(options, report))
+    return Sections(options.out).fill(lambda report: measure(options, report))
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+def measure(options: argparse.Namespace, report: Sections) -> None:
     """Measure all sections of the report. Raises KernelError for a library that fails or gives a wrong answer."""
     if reason := missing_device() or missing_kernels():
         report.put("skipped", reason)
@@ -189,8 +189,14 @@ def compacted(kernels: Kernels, sizes: dict[str, int], copy: float) -> dict[str,
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float | None]:
-    estimate = median_estimate([a / b for a, b in zip(theirs, ours, strict=True)])
-    return {"median": estimate.median, "low": estimate.low, "high": estimate.high}
+    """Return the median ratio with its percentile-bootstrap interval, which too few values do not have."""
+    ratios = np.array(theirs) / np.array(ours)
+    low, high = None, None
+    if len(ratios) >= FEWEST_VALUES:
+        drawn = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+        tail = (1 - CONFIDENCE) / 2
+        low, high = np.quantile(np.median(ratios[drawn], axis=1), (tail, 1 - tail)).tolist()
+    return {"median": float(np.median(ratios)), "low": low, "high": high}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from redraft import names
-from redraft.bench.report_latency import TOGETHER
+from redraft.bench.report_inputs import TOGETHER
 from redraft.errors import BundleError
 
 STAGES = ("head", "softmax", "top_k")

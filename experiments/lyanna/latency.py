@@ -31,7 +31,7 @@ from experiments.lyanna.text import note
 from experiments.sessions import open_session
 from experiments.timing import interleaved
 from redraft.bench.environment import environment
-from redraft.bench.report_latency import tables as tables  # a part of experiments.lyanna has `measure` and `tables`
+from redraft.bench.report_inputs import latency_tables
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.onnxruntime_backend import bound_call
 from redraft.errors import BundleError
@@ -42,6 +42,7 @@ from redraft.runtime.verifier import Verifier
 
 STEPS = 6
 """Largest N, if the drafter's steps and width are not larger."""
+tables = latency_tables  # a part of experiments.lyanna has `measure` and `tables`
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

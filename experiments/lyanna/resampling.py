@@ -16,12 +16,10 @@ from functools import partial
 from typing import Any, TextIO
 
 from experiments.lyanna.text import note
-from redraft.bench.compare import Settings, first_turn, timing
+from redraft.bench.compare import FEWEST_TOKENS, Settings, first_turn, in_turns, timing
 from redraft.bench.environment import environment
-from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.prompts import BenchPrompt, load_prompts
 from redraft.bench.statistics import interval_text, rate_text, ratio_text, speedup
-from redraft.bench.summary import FEWEST_TOKENS
-from redraft.bench.turns import in_turns
 from redraft.methods.lyanna import METHOD
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.trace import Replay, replay
@@ -42,7 +40,7 @@ class Variant:
         return f"{self.controller}, {self.drafts}"
 
 
-Decode = Callable[[Prompt], Generation]
+Decode = Callable[[BenchPrompt], Generation]
 Decoded = dict[Variant, list[Generation]]
 
 
@@ -57,13 +55,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             opened = Runtime.open(options.engines, threads=options.threads, drafter_options={METHOD.id: chosen})
             runtimes[name] = stack.enter_context(opened)
 
-        def decode(variant: Variant, prompt: Prompt, trace: TextIO | None = None) -> Generation:
+        def decode(variant: Variant, prompt: BenchPrompt, trace: TextIO | None = None) -> Generation:
             runtime = runtimes[variant.drafts]
             how = SpeculationParams(METHOD.id, budget=budgets[variant.controller])
             ids = first_turn(runtime, prompt, settings)
             return runtime.generate([ids], settings.params, how, trace=trace)[0]
 
-        def traced(variant: Variant, prompt: Prompt) -> Replay:
+        def traced(variant: Variant, prompt: BenchPrompt) -> Replay:
             file = io.StringIO()
             decode(variant, prompt, file)
             return replay(file.getvalue().splitlines())
@@ -91,7 +89,7 @@ def drafter_settings(thresholds: Sequence[int]) -> dict[str, dict[str, Any]]:
     return {FRESH: {"resample": False}, **resampling}
 
 
-def decode_in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> Decoded:
+def decode_in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[BenchPrompt]) -> Decoded:
     """Decode every prompt by every variant, after an uncounted warm-up."""
     decoded: Decoded = {variant: [] for variant in decoders}
     kinds = [prompt.kind for prompt in prompts]
@@ -103,7 +101,7 @@ def decode_in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt
 
 
 def _figures(
-    variant: Variant, decoded: Decoded, traces: Mapping[Variant, list[Replay]], prompts: Sequence[Prompt]
+    variant: Variant, decoded: Decoded, traces: Mapping[Variant, list[Replay]], prompts: Sequence[BenchPrompt]
 ) -> dict[str, Any]:
     """Return speed, pairs against fresh drafts alone, and figures of the traces."""
     fresh = decoded[Variant(variant.controller, FRESH)]
@@ -186,7 +184,7 @@ def _ratio(estimate: dict[str, Any] | None) -> list[str]:
     if estimate is None:
         return ["-", "-"]
     ratio = ratio_text(estimate["rate"], estimate["base_rate"], digits=3)
-    return [ratio, interval_text(*(estimate["interval"] or (None, None)), digits=3)]
+    return [ratio, interval_text(estimate["interval"], digits=3)]
 
 
 def _tree(found: dict[str, float] | None) -> str:

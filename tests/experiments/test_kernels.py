@@ -20,7 +20,7 @@ from experiments.kernels.competitors import BIAS_COLUMNS, competitors, packed_ma
 from experiments.kernels.device import Captured, capture, missing_device, paired_us
 from experiments.kernels.problem import CompactionProblem, DeviceProblem, Features
 from experiments.kernels.speed import best, captured_others, measure, unless_out_of_memory
-from redraft.bench.command import Report, run
+from redraft.bench.command import Sections, run
 from redraft.errors import KernelError
 from redraft.plugins.library import CPU_LIBRARY, LIBRARY_VARIABLE, AttentionArgs, CompactArgs, Kernels
 from redraft.plugins.traffic import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
@@ -129,7 +129,7 @@ def test_a_library_that_does_not_load_fails(
     (tmp_path / "broken.so").write_bytes(b"not a library")
     monkeypatch.setattr(speed, "missing_device", lambda: None)
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "broken.so"))
-    report = Report(tmp_path / "out.json")
+    report = Sections(tmp_path / "out.json")
     with pytest.raises(KernelError, match="does not load"):
         report.fill(lambda report: measure(OPTIONS, report))
     assert "does not load" in json.loads((tmp_path / "out.json").read_text())["error"]
@@ -141,13 +141,13 @@ def test_the_cpu_build_is_no_library_for_a_device(
     monkeypatch.setattr(speed, "missing_device", lambda: None)
     monkeypatch.setenv(LIBRARY_VARIABLE, str(root / "build" / "plugins" / CPU_LIBRARY))
     with pytest.raises(KernelError, match="found the CPU build"):
-        measure(OPTIONS, Report())
+        measure(OPTIONS, Sections())
 
 
 def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(speed, "missing_device", lambda: None)
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "none.so"))
-    found = Report().fill(lambda report: measure(OPTIONS, report))
+    found = Sections().fill(lambda report: measure(OPTIONS, report))
     assert list(found) == ["skipped"]
     assert "make plugins" in found["skipped"]
 
@@ -173,7 +173,7 @@ def test_the_report_is_written_after_every_size(
     monkeypatch.setattr(speed, "timed", timed)
     options = argparse.Namespace(check=False, quick=True, ctas=0)
     with pytest.raises(ValueError, match="launch failed"):
-        Report(out).fill(lambda report: measure(options, report))
+        Sections(out).fill(lambda report: measure(options, report))
     first, second = seen[2]
     assert (first["us"], first["nodes"]) == ({"ours": 1.0}, 1)
     assert (second["skipped"], second["nodes"]) == ("OutOfMemoryError: tried to allocate 9 GiB", 64)

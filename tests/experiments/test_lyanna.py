@@ -32,7 +32,7 @@ from experiments.lyanna.table import Form, recipe_text, same_choices
 from experiments.lyanna.text import render
 from experiments.lyanna.training import FULL, Lines, Texts, open_texts, recipe_of, train_variant
 from redraft import names
-from redraft.bench.prompts import Prompt
+from redraft.bench.prompts import BenchPrompt
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.recipes import load_recipe
 from redraft.errors import TrainingError
@@ -372,7 +372,7 @@ def test_variants_take_turns_in_an_order_that_flips(capsys):
         return decode
 
     variants = [Variant("fixed", FRESH), Variant("fixed", "other")]
-    prompts = [Prompt(str(i), "k", "") for i in range(2)]
+    prompts = [BenchPrompt(str(i), "k", "") for i in range(2)]
     decoded = decode_in_turns({variant: decoder(variant.drafts) for variant in variants}, prompts)
     assert order[2:] == [(FRESH, "0"), ("other", "0"), ("other", "1"), (FRESH, "1")]
     assert [len(found) for found in decoded.values()] == [2, 2]
