@@ -22,9 +22,9 @@ from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.controllers import ADAPTIVE
 from redraft.runtime.cycle import Cycle, controller_of
-from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.offers import Speculation
 from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling.noise import draft_noise
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import chain, make_tree, root_only
 from redraft.types import Budget, FloatArray, OfferKind, Outcome, Tree

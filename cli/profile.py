@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from redraft.bench.roofline import Roofline
     from redraft.bench.stages import StageProfile
     from redraft.runtime import Generation
-    from redraft.runtime.ranges import Watcher
+    from redraft.runtime.profiling import RangeListener
 
 WARM_UPS_ON_DEVICE = 2
 """Warm-up runs before the recorded one: the first runs a shape plainly, the second captures its graph."""
@@ -101,7 +101,7 @@ def profile(
 def emit(asked: ProfileRun) -> None:
     """Decode once while NVIDIA's tools record."""
     from redraft.cli.nsys import CAPTURED
-    from redraft.runtime.watchers import Nvtx
+    from redraft.runtime.profiling import Nvtx
 
     with ExitStack() as stack:
         decode(asked, stack, Nvtx(), CAPTURED)
@@ -136,7 +136,7 @@ def recorded(asked: ProfileRun, out: Path | None, report: Report) -> dict[str, A
     """Return the profile of a run recorded in this process; its trace is written to `out`."""
     from redraft.bench.environment import environment, usable_threads
     from redraft.bench.stages import profile as summed
-    from redraft.runtime.watchers import Recording
+    from redraft.runtime.profiling import Recording
 
     if out is not None:
         check_writable(out)
@@ -181,7 +181,7 @@ class DecodedRun:
     caveats: tuple[str, ...]
 
 
-def decode(asked: ProfileRun, stack: ExitStack, watcher: Watcher, around: str | None = None) -> DecodedRun:
+def decode(asked: ProfileRun, stack: ExitStack, watcher: RangeListener, around: str | None = None) -> DecodedRun:
     """Decode the prompt to warm up, twice on a device, then inside of a range `around` while `watcher` records it."""
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams

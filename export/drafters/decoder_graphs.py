@@ -18,10 +18,13 @@ from torch import nn
 from redraft import names
 from redraft.config import Precision
 from redraft.errors import CheckpointError
-from redraft.export import passes, support, tracing
-from redraft.export.architecture import Architecture
-from redraft.export.attention import LayerRecorder
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.loading import LoadedTensors, check_finite, load_tensors
+from redraft.export.checkpoint.model_config import decoder_shape
+from redraft.export.checkpoint.sources import AnySource, DrafterSource, RandomSource, Source
+from redraft.export.checkpoint.weight_files import STORED, Progress, no_progress
 from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, sizes_of
@@ -40,12 +43,11 @@ from redraft.export.drafters.draft_graph import (
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
 from redraft.export.drafters.steering import Steering, steer
 from redraft.export.drafters.steering_graph import parameters_of, write_steering
-from redraft.export.loading import LoadedTensors, check_finite, load_tensors
+from redraft.export.graph import passes, tracing
+from redraft.export.graph.attention import LayerRecorder
+from redraft.export.graph.decoder import TracedDecoder, finish, trace_decoder
 from redraft.export.reference import first_layers
-from redraft.export.shapes import decoder_shape
-from redraft.export.sources import AnySource, DrafterSource, RandomSource, Source
-from redraft.export.verifier import TracedDecoder, VerifierExport, finish, trace_decoder
-from redraft.export.weight_files import STORED, Progress, no_progress
+from redraft.export.verifier import VerifierExport
 from redraft.export.weights import place
 from redraft.methods.base import Method
 from redraft.methods.chains import DRAWN_LOG_PROB, draft_vocabulary_tables
@@ -115,7 +117,7 @@ def exporter_of(method: Method[DecoderShape]) -> Exporter:
         `export_verifier`.
         """
         check_counted(name, options.draft_vocabulary, "a plain checkpoint")
-        architecture = Architecture.of(support.load_config(checkpoint))
+        architecture = Architecture.of(model_config.load_config(checkpoint))
         text, tokens = architecture.text, verifier.shape.vocabulary
         loaded = load_tensors(checkpoint, architecture)
         text.tie_word_embeddings = loaded.tied

@@ -15,16 +15,17 @@ from torch import nn
 from redraft import names
 from redraft.config import Precision
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import modules, passes, tracing
+from redraft.export.checkpoint.sources import AnySource, DrafterSource, RandomSource
+from redraft.export.checkpoint.weight_files import FOLDER, STORED, NewTensor, Progress, write
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import Attend, DrafterConfig, LayerConfig
-from redraft.export.noise import add_noise
-from redraft.export.sources import AnySource, DrafterSource, RandomSource
-from redraft.export.tree_attention import tree_attention
-from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weight_files import FOLDER, STORED, NewTensor, Progress, write
+from redraft.export.graph import modules, passes, tracing
+from redraft.export.graph.decoder import finish
+from redraft.export.graph.noise import add_noise
+from redraft.export.graph.tree_attention import tree_attention
+from redraft.export.verifier import VerifierExport
 from redraft.export.weights import place
 from redraft.names import Dtype, TensorSpec, WeightRef
 

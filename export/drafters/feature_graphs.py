@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import tracing
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import Progress, no_progress
 from redraft.export.drafters import ExportedDrafter, Exporter
 from redraft.export.drafters.candidate_tree import below, ordered_tree
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
@@ -31,9 +32,8 @@ from redraft.export.drafters.draft_graph import (
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import with_sizes
-from redraft.export.sources import AnySource
+from redraft.export.graph import tracing
 from redraft.export.verifier import VerifierExport
-from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.base import Method
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.feature_tree import (

@@ -19,7 +19,8 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import passes, tracing
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import Progress, no_progress
 from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, fill
 from redraft.export.drafters.draft_graph import (
@@ -40,9 +41,9 @@ from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.lyanna_token_tree import emit_token_tree, token_tree
-from redraft.export.sources import AnySource
-from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weight_files import Progress, no_progress
+from redraft.export.graph import passes, tracing
+from redraft.export.graph.decoder import finish
+from redraft.export.verifier import VerifierExport
 from redraft.methods.base import resampled_nodes
 from redraft.methods.lyanna import (
     FREQUENT_TOKENS,

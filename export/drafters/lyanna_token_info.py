@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.export import weight_files
+from redraft.export.checkpoint import weight_files
+from redraft.export.checkpoint.weight_files import Slabs
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaDrafter
-from redraft.export.weight_files import Slabs
 from redraft.methods.lyanna import LyannaShape, token_info_tables
 
 _SLAB_TOKENS = 1024

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redraft.export import support
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.static_tree import Accuracies, check_heads
-from redraft.export.shapes import decoder_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class MedusaConfig(DrafterConfig):
 def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> MedusaConfig:
     """Return a drafter's configuration for a verifier of this transformers configuration, with the fields in `own`."""
     return MedusaConfig(
-        hidden_size=decoder_shape(verifier).hidden, vocab_size=vocab_size, logit_scale=support.logit_scale(verifier),
-        **own,
+        hidden_size=decoder_shape(verifier).hidden, vocab_size=vocab_size,
+        logit_scale=model_config.logit_scale(verifier), **own,
     )  # fmt: skip
 
 

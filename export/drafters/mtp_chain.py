@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from redraft.export import tracing
 from redraft.export.drafters.draft_graph import ChainRows, DraftGraph, Sampling, likeliest
+from redraft.export.graph import tracing
 from redraft.methods.chains import DRAWN_LOG_PROB
 
 M = TypeVar("M", bound=nn.Module)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import Progress, no_progress
 from redraft.export.drafters import ExportedDrafter, Exporter, NativeExporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_graph import (
@@ -27,9 +29,7 @@ from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.drafters.mtp_chain import MtpChain
 from redraft.export.drafters.mtp_layouts import require_module
 from redraft.export.drafters.mtp_native_graphs import export_native
-from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport
-from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from redraft.errors import CheckpointError
-from redraft.export.checkpoint import DOWNLOAD_AGAIN, LAYER_PREFIX, AnyCheckpoint, TensorEntry, read_header
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint, TensorEntry
+from redraft.export.checkpoint.safetensors import LAYER_PREFIX, read_header
 from redraft.names import LAST_HIDDEN_STATE
 
 EMBEDDING_NORM, HIDDEN_NORM, PROJECTION, NORM = "embedding_norm", "hidden_norm", "projection", "norm"

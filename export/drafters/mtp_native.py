@@ -16,14 +16,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from redraft.errors import CheckpointError
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import AnyCheckpoint, TensorEntry
+from redraft.export.checkpoint.loading import LoadedTensors, check_entries, check_finite, load_tensors
+from redraft.export.checkpoint.model_config import load_config
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.checkpoint.stored_tensor import StoredTensor
 from redraft.export.drafters.checkpoint import differences
 from redraft.export.drafters.mtp_layouts import PROJECTION, NativeModule, require_module
-from redraft.export.loading import LoadedTensors, check_entries, check_finite, load_tensors
 from redraft.export.reference import keep_layers
-from redraft.export.stored_tensor import StoredTensor
-from redraft.export.support import load_config
 
 _LAYERS, _LAYER = "model.layers.", "model.layers.0."
 _BUFFER = "rotary_emb.inv_freq"

@@ -19,9 +19,12 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import UnsupportedModelError
-from redraft.export import support, tracing
-from redraft.export.attention import CURRENT, LayerRecorder, record_layers
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.loading import fill_buffers
+from redraft.export.checkpoint.sources import Source
+from redraft.export.checkpoint.stored_tensor import StoredTensor
+from redraft.export.checkpoint.weight_files import Progress, no_progress
 from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_graph import ChainRows, drafter_precision, stem, write_draft
@@ -30,13 +33,11 @@ from redraft.export.drafters.layer import DrafterConfig, Keep, all_rows
 from redraft.export.drafters.mtp_chain import MtpChain
 from redraft.export.drafters.mtp_layouts import Layout
 from redraft.export.drafters.mtp_native import LoadedModule, load_module
-from redraft.export.experts import expert_tensors
-from redraft.export.loading import fill_buffers
-from redraft.export.sources import Source
-from redraft.export.stored_tensor import StoredTensor
-from redraft.export.tracing import TracedPass
+from redraft.export.graph import decoder, tracing
+from redraft.export.graph.attention import CURRENT, LayerRecorder, record_layers
+from redraft.export.graph.experts import expert_tensors
+from redraft.export.graph.tracing import TracedPass
 from redraft.export.verifier import VerifierExport
-from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 
@@ -66,7 +67,7 @@ def export_native(
 
 def _shape(module: LoadedModule, recorded: LayerRecorder, verifier: VerifierExport, options: MtpBuild) -> MtpShape:
     text, sizes = module.architecture.text, verifier.shape
-    found = support.with_layers(support.verifier_shape(text, None, sizes.dtype), text, recorded.layers)
+    found = decoder.with_layers(model_config.verifier_shape(text, None, sizes.dtype), text, recorded.layers)
     return MtpShape(
         hidden=sizes.hidden,
         vocabulary=sizes.vocabulary,
@@ -80,7 +81,7 @@ def _shape(module: LoadedModule, recorded: LayerRecorder, verifier: VerifierExpo
 
 
 def _config(module: LoadedModule, verifier: VerifierExport) -> DrafterConfig:
-    sizes, scale = verifier.shape, support.logit_scale(module.architecture.text)
+    sizes, scale = verifier.shape, model_config.logit_scale(module.architecture.text)
     return DrafterConfig(hidden_size=sizes.hidden, vocab_size=sizes.vocabulary, logit_scale=scale)
 
 

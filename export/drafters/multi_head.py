@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from redraft.errors import CheckpointError
+from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
 from redraft.export.drafters.static_tree import Accuracies, check_heads
-from redraft.export.shapes import decoder_shape
 
 
 @dataclass(frozen=True, kw_only=True)

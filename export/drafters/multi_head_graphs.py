@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from redraft import names
-from redraft.export import modules, tracing
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import Progress, no_progress
 from redraft.export.drafters import ExportedDrafter, Exporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_graph import (
@@ -30,9 +31,8 @@ from redraft.export.drafters.draft_graph import (
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter, configuration_of
 from redraft.export.drafters.static_tree import StaticTree, assumed_accuracies, tree_of
-from redraft.export.sources import AnySource
+from redraft.export.graph import modules, tracing
 from redraft.export.verifier import VerifierExport
-from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.multi_head import METHOD, MultiHeadShape, draft_inputs, draft_outputs
 from redraft.methods.static_tree import Node, StaticTreeBuild
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import tracing
 from redraft.export.drafters.candidate_tree import below, ordered_tree
 from redraft.export.drafters.draft_graph import Sampling
+from redraft.export.graph import tracing
 from redraft.methods.static_tree import MOST_HEADS, Node, StaticTreeBuild, StaticTreeShape, best_tree
 
 Accuracies = tuple[tuple[float, ...], ...]

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from redraft.config import Precision
-from redraft.export import passes, tracing
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import Progress
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.draft_graph import parameter_shapes, rename, stem
 from redraft.export.drafters.steering import Steering
-from redraft.export.sources import AnySource
-from redraft.export.verifier import finish
-from redraft.export.weight_files import Progress
+from redraft.export.graph import passes, tracing
+from redraft.export.graph.decoder import finish
 from redraft.export.weights import place
 from redraft.methods.decoder import DecoderShape, steer_inputs, steer_outputs
 from redraft.names import STEER, WeightRef

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_graph import write_tables
@@ -18,7 +19,6 @@ from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
-from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import TOKEN_INFO_INDEX, LyannaBuild, LyannaShape, token_info_tables
 from redraft.methods.lyanna_token_info import lookup
 

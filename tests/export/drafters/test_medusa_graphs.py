@@ -20,11 +20,11 @@ from redraft.engines.lowering import lower_any
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError
+from redraft.export.checkpoint.model_config import load_config
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
 from redraft.export.drafters.medusa_graphs import EXPORTER
-from redraft.export.support import load_config
 from redraft.methods.medusa import METHOD, draft_inputs, draft_outputs
 from redraft.methods.static_tree import StaticTreeBuild, StaticTreeShape, best_tree
 from tests.engines.sessions import session_of

@@ -19,13 +19,13 @@ from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint.model_config import load_config
 from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from redraft.export.drafters.draft_model_graphs import EXPORTER as UNSTEERED
 from redraft.export.drafters.published import read_states
 from redraft.export.drafters.steered_graphs import EXPORTER
-from redraft.export.support import load_config
 from redraft.methods.decoder import draft_inputs, draft_outputs, steer_inputs, steer_outputs
 from redraft.methods.draft_model import DraftModelBuild
 from redraft.methods.steered import METHOD, SteeredBuild

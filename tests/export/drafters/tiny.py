@@ -17,7 +17,8 @@ from redraft.config import BuildConfig, Precision
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_any, lower_chain
 from redraft.engines.manifest import GraphRecord, Manifest
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, save_drafter
 from redraft.export.drafters.layer import LayerConfig
@@ -25,7 +26,6 @@ from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import export_lyanna
 from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree
 from redraft.export.verifier import VerifierExport, export_verifier
-from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.methods.lyanna_token_info import lookup
 from redraft.train.objectives.lyanna import chains
