@@ -156,18 +156,18 @@ def pairs(runs: Sequence[Run], methods: Sequence[str]) -> list[dict[str, Any]]:
 
     `separate` is True if the interval of the difference of τ does not hold 0.
     """
-    totals, found = by_prompt(runs, methods), []
+    totals, differences = by_prompt(runs, methods), []
     for first, second in combinations(methods, 2):
         if not totals[first]:
             continue
         ratio, rows = _ratio(totals[first], totals[second]), np.hstack([_rows(totals[second]), _rows(totals[first])])
         tau = bootstrap(rows, _tau_difference)
-        found.append({
+        differences.append({
             "method": second, "than": first, "tau": float(_tau_difference(rows.sum(0))), "tau_interval": tau,
             "speed": ratio.ratio, "speed_interval": ratio.interval,
             "separate": tau is not None and not tau[0] <= 0 <= tau[1],
         })  # fmt: skip
-    return found
+    return differences
 
 
 def stages(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, dict[str, float]]:

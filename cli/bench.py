@@ -284,11 +284,11 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
     if result["synthetic_acceptance"]:
         yield "acceptance was forced: the speeds are real, the texts are meaningless"
     for method, figures in result["methods"].items():
-        for found in figures.get("differences", ()) if method != INEXACT else ():
-            kind = "near-tie" if found["near_tie"] else "DIFFERENT"
-            gap = "past the end" if found["logit_margin"] is None else f"gap {found['logit_margin']:.2g}"
-            turn = f", turn {found['turn']}" if result["chat"] else ""
-            yield f"{kind}: prompt {found['prompt']}{turn}, token {found['token']}, {gap}"
+        for one in figures.get("differences", ()) if method != INEXACT else ():
+            kind = "near-tie" if one["near_tie"] else "DIFFERENT"
+            gap = "past the end" if one["logit_margin"] is None else f"gap {one['logit_margin']:.2g}"
+            turn = f", turn {one['turn']}" if result["chat"] else ""
+            yield f"{kind}: prompt {one['prompt']}{turn}, token {one['token']}, {gap}"
     plain = result["methods"][PLAIN]
     yield (
         f"plain outputs that loop (the last {LOOP_TOKENS} tokens repeat a period of at most {LONGEST_PERIOD}): "

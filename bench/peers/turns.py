@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from redraft.bench.compare import FEWEST_TOKENS, Progress, Settings, compare, in_turns
 from redraft.bench.compare import PLAIN as OUR_PLAIN
@@ -29,16 +28,6 @@ class Key:
 
     def __str__(self) -> str:
         return f"{self.name} {self.precision}"
-
-
-class DecoderMode(NamedTuple):
-    """A decoder in one of its modes."""
-
-    key: Key
-    mode: str
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.mode}"
 
 
 @dataclass(frozen=True)
@@ -93,23 +82,25 @@ def make_questions(
 def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Question], progress: Progress) -> Results:
     """Decode every question by every decoder in each of its modes, after a warm-up on the first question."""
     results = Results({key: {mode: [] for mode in worker.opened.modes} for key, worker in workers.items()})
-    modes = [DecoderMode(key, mode) for key, turns in results.turns.items() for mode in turns]
+    modes = {f"{key} {mode}": (key, mode) for key, turns in results.turns.items() for mode in turns}
 
-    def turn_of(each: DecoderMode, question: Question) -> Turn | None:
+    def turn_of(name: str, question: Question) -> Turn | None:
         """Return a decoder's turn, or None if it has failed, now or before."""
-        if each.key in results.failed:
+        key, mode = modes[name]
+        if key in results.failed:
             return None
         try:
-            return workers[each.key].decode(each.mode, question.token_ids, question.count)
+            return workers[key].decode(mode, question.token_ids, question.count)
         except PeerError as error:
-            results.fail(each.key, error)
+            results.fail(key, error)
             return None
 
     kinds = [question.prompt.kind for question in questions]
-    orders = in_turns(modes, kinds, lambda each: turn_of(each, questions[0]), progress)
+    orders = in_turns(list(modes), kinds, lambda name: turn_of(name, questions[0]), progress)
     for question, order in zip(questions, orders, strict=True):
-        for each in order:
+        for name in order:
             time.sleep(SETTLE_SECONDS)
-            if turn := turn_of(each, question):
-                results.turns[each.key][each.mode].append(turn)
+            if turn := turn_of(name, question):
+                key, mode = modes[name]
+                results.turns[key][mode].append(turn)
     return results
