@@ -41,8 +41,8 @@ from redraft.bench.prompts import BenchPrompt, load_prompts
 from redraft.bench.statistics import first_difference
 from redraft.config import Backend, Precision
 from redraft.engines import Bundle, open_bundle
+from redraft.engines.gpu import cuda_version, find_gpu
 from redraft.engines.manifest import Manifest
-from redraft.engines.tensorrt.driver import cuda_version, find_gpu
 from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.packages import gpu_requirement, package_version
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams

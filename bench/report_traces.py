@@ -118,6 +118,6 @@ def estimates(traces: Sequence[Sequence[str]]) -> dict[str, Any] | None:
         return None
     return {
         "predicted": 1 + sum(sum(one.expected.values()) for one in replays) / steps,
-        "measured": 1 + sum(one.kept.total() for one in replays) / steps,
+        "measured": 1 + sum(one.observed.total() for one in replays) / steps,
         "steps": steps,
     }

@@ -194,7 +194,7 @@ def decode(asked: ProfileRun, stack: ExitStack, watcher: RangeListener, around: 
     ranges, device = runtime.verifier.ranges, runtime.verifier.device
     for _ in range(WARM_UPS_ON_DEVICE if device.step_graphs else 1):
         runtime.generate([ids], params, speculation)
-    with ranges.watched(watcher), ranges.stage(around) if around else ExitStack():
+    with ranges.listening(watcher), ranges.stage(around) if around else ExitStack():
         generation = runtime.generate([ids], params, speculation)[0]
     return DecodedRun(generation, asked.method or runtime.default_method, device.name, runtime.caveats)
 
