@@ -192,7 +192,8 @@ class _Spot:
 
     def _logits_after(self, token: int) -> FloatArray:
         """Return the logits after a token that follows the root."""
-        return self._logits(chain(np.array([self._seq.tokens[-1], token])))[-1]
+        logits: FloatArray = self._logits(chain(np.array([self._seq.tokens[-1], token])))[-1]
+        return logits
 
     def _distribution_after(self, token: int) -> Distribution:
         """Return the distribution of the token after this one."""

@@ -66,9 +66,8 @@ class Study:
         temperatures = {}
         for temperature in TEMPERATURES:
             now = replace(self.settings, params=replace(self.settings.params, temperature=temperature))
-            named = f"temperature {temperature:g}"
             runs = compare(
-                self.runtime, self.prompts, methods, now, lambda line, named=named: progress(f"{named}: {line}")
+                self.runtime, self.prompts, methods, now, _prefixed(progress, f"temperature {temperature:g}")
             )
             temperatures[f"{temperature:g}"] = {
                 "methods": summarise(runs, margin_finder(self.runtime, now.params)),
@@ -92,6 +91,10 @@ class Study:
             "estimates": {name: estimates(lines) for name, lines in traces.items()},
             "costs": costs(self.runtime, runs, self.methods),
         }
+
+
+def _prefixed(progress: Progress, prefix: str) -> Progress:
+    return lambda line: progress(f"{prefix}: {line}")
 
 
 def compared(runs: Sequence[Run], methods: Sequence[str], baseline: str | None) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def _progress(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, An
     points = []
     for step in sorted(set.intersection(*map(set, by_step))):
         lines = [each[step] for each in by_step]
-        losses = [line.get("loss") for line in lines]
+        losses: list[Any] = [line.get("loss") for line in lines]
         means = {key: fmean(fmean(line[key].values()) for line in lines) for key in ("chain_tokens", "accuracy")}
         points.append({"step": step, **means, "loss": None if None in losses else fmean(losses)})
     return points

@@ -87,7 +87,8 @@ def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
     """
     record = bundle.graph(graph)
     sizes = {"B": 1, "T": tokens, "R": tokens, "M": tokens}
-    further, table_rows, tables = 0, {}, set[str]()
+    further, tables = 0, set[str]()
+    table_rows: Mapping[str, int] = {}
     if drafter := drafter_of(bundle.manifest, graph):
         spec = drafter.method.graphs[graph.removesuffix(names.SINGLE).removeprefix(f"{drafter.id}.")]
         further = spec.chain_steps(drafter.shape) - 1 if spec.chain_steps else 0
@@ -302,7 +303,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def table(roofline: Roofline) -> list[tuple[str, ...]]:
     """Return rows of text, the header first."""
-    rows = [HEADER]
+    rows: list[tuple[str, ...]] = [HEADER]
     for one in roofline.engines:
         moved = one.traffic
         parts = (moved.weights, moved.kv_read + moved.kv_written, moved.inputs + moved.outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from redraft.bench.peers.base import DRAFT, PLAIN
@@ -93,16 +94,15 @@ def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Que
     `not_looping` is None if every answer loops.
     """
 
-    def over(choose: Callable[[Question], bool]) -> dict[str, Any] | None:
-        places = [place for place, question in enumerate(questions) if choose(question)]
-        timings = ([side[place].decoded.timing for place in places] for side in (theirs, ours))
-        return speedup(*timings).to_json() if places else None
+    def over(chosen: Sequence[bool]) -> dict[str, Any] | None:
+        timings = ([turn.decoded.timing for turn in compress(side, chosen)] for side in (theirs, ours))
+        return speedup(*timings).to_json() if any(chosen) else None
 
-    kinds = sorted({question.prompt.kind for question in questions})
+    kinds = [question.prompt.kind for question in questions]
     return {
-        ALL: over(lambda question: True),
-        "not_looping": over(lambda question: not loops(question.answer)),
-        "kinds": {kind: over(lambda question, kind=kind: question.prompt.kind == kind) for kind in kinds},
+        ALL: over([True] * len(questions)),
+        "not_looping": over([not loops(question.answer) for question in questions]),
+        "kinds": {kind: over([kind == each for each in kinds]) for kind in sorted(set(kinds))},
     }
 
 
