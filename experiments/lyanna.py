@@ -29,7 +29,7 @@ from onnx_ir.convenience import extract
 from redraft import names
 from redraft.bench.command import as_json, one_line_errors
 from redraft.bench.environment import SETTLE_SECONDS, environment
-from redraft.bench.report_latency import TOGETHER, tables
+from redraft.bench.report_inputs import TOGETHER, latency_tables
 from redraft.cli.console import print_table
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.calls import Call, Calls
@@ -118,7 +118,7 @@ def main() -> None:
         if options.json:
             print(as_json(result))
             return
-        for title, rows in tables(result).items():
+        for title, rows in latency_tables(result).items():
             print_table(rows, title)
 
 

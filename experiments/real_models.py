@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from redraft.assembly.resolve import held_out_texts
 from redraft.bench.command import run
 from redraft.bench.environment import environment
-from redraft.bench.prompts import read_text
 from redraft.engines import open_bundle
 from redraft.engines.sizes import total_bytes
+from redraft.files import read_text
 from redraft.runtime.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 37
