@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from redraft.assembly.evaluation import held_out_texts
+from redraft.assembly.resolve import held_out_texts
 from redraft.bench.command import run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import read_text

@@ -34,10 +34,8 @@ from redraft.engines import Bundle, open_bundle
 from redraft.engines.manifest import Manifest
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine, parse, product_logger
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.products import RTX
 from redraft.engines.tensorrt.stage import stage_engines
-from redraft.engines.tensorrt.target import Target, find_target, import_tensorrt
-from redraft.engines.tensorrt.tools import Tools
+from redraft.engines.tensorrt.target import RTX, Target, Tools, find_target, import_tensorrt
 from redraft.errors import BackendError
 
 CAPABILITY = "8.9"

@@ -10,7 +10,7 @@ from typing import Any
 from redraft.errors import BackendError
 
 LIBRARY = "libcuda.so.1"
-_MAJOR, _MINOR = 75, 76
+_CAPABILITY = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 _NAME_BYTES = 256
 _INSTALL = "install NVIDIA's driver, or give a container the GPU (docker run --gpus all)"
@@ -30,40 +30,22 @@ class Gpu:
 
 def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
     """Return the GPU that the driver reports. Raises BackendError without a driver or GPU, or if it does not start."""
-    try:
-        library = load(LIBRARY)
-    except OSError:
-        raise BackendError(f"no CUDA driver: {LIBRARY} was not found", _INSTALL) from None
-    driver = _Driver(library)
+    driver = _Driver(load)
     driver.call("cuInit", ctypes.c_uint(0))
-    count = ctypes.c_int()
-    driver.call("cuDeviceGetCount", ctypes.byref(count))
-    if count.value < 1:
+    if driver.integer("cuDeviceGetCount") < 1:
         raise BackendError("the CUDA driver sees no GPU", "make one visible (CUDA_VISIBLE_DEVICES)")
-    device = ctypes.c_int()
-    driver.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+    device = ctypes.c_int(driver.integer("cuDeviceGet", ctypes.c_int(0)))
     name = ctypes.create_string_buffer(_NAME_BYTES)
     driver.call("cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
-    capability = _attribute(driver, device, _MAJOR), _attribute(driver, device, _MINOR)
+    major, minor = (driver.integer("cuDeviceGetAttribute", ctypes.c_int(each), device) for each in _CAPABILITY)
     free_bytes, total_bytes = _memory(driver, device)
-    return Gpu(name.value.decode(), capability, free_bytes, total_bytes)
+    return Gpu(name.value.decode(), (major, minor), free_bytes, total_bytes)
 
 
 def cuda_version(load: Loader = ctypes.CDLL) -> tuple[int, int]:
     """Return the newest CUDA that the driver runs, like (12, 4). Raises BackendError without a driver."""
-    try:
-        driver = _Driver(load(LIBRARY))
-    except OSError:
-        raise BackendError(f"no CUDA driver: {LIBRARY} was not found", _INSTALL) from None
-    number = ctypes.c_int()
-    driver.call("cuDriverGetVersion", ctypes.byref(number))
-    return number.value // 1000, number.value % 1000 // 10
-
-
-def _attribute(driver: _Driver, device: ctypes.c_int, number: int) -> int:
-    value = ctypes.c_int()
-    driver.call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), device)
-    return value.value
+    number = _Driver(load).integer("cuDriverGetVersion")
+    return number // 1000, number % 1000 // 10
 
 
 def _memory(driver: _Driver, device: ctypes.c_int) -> tuple[int, int]:
@@ -82,16 +64,25 @@ def _memory(driver: _Driver, device: ctypes.c_int) -> tuple[int, int]:
 
 
 class _Driver:
-    """The driver's functions. Each returns 0 or an error code."""
+    """The driver's functions. Each returns 0 or an error code. Raises BackendError if it is not installed."""
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
+    def __init__(self, load: Loader) -> None:
+        try:
+            self._library = load(LIBRARY)
+        except OSError:
+            raise BackendError(f"no CUDA driver: {LIBRARY} was not found", _INSTALL) from None
 
     def call(self, function: str, *arguments: Any) -> None:
         """Raise BackendError naming the function and the error."""
         status = getattr(self._library, function)(*arguments)
         if status:
             raise BackendError(f"the CUDA driver does not work: {function} failed with {self._name(status)}", _INSTALL)
+
+    def integer(self, function: str, *arguments: Any) -> int:
+        """Return the integer that a function writes to its first argument."""
+        value = ctypes.c_int()
+        self.call(function, ctypes.byref(value), *arguments)
+        return value.value
 
     def _name(self, status: int) -> str:
         text = ctypes.c_char_p()

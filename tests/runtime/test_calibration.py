@@ -47,10 +47,10 @@ def test_rates_are_learned_by_depth() -> None:
 def test_what_nodes_bring_below_them_is_learned(tokens: tuple[int, ...], brought: float) -> None:
     """Two nodes have children, with joint probabilities of 0.9 and 0.72."""
     record = DepthCalibration()
-    assert record.brought == 0.5
+    assert record.tokens_below == 0.5
     for _ in range(400):
         record.observe(chain(0.9, 0.8, 0.8), tokens)
-    assert record.brought == pytest.approx(brought, abs=1e-3)
+    assert record.tokens_below == pytest.approx(brought, abs=1e-3)
 
 
 def test_siblings_share_what_is_below_them() -> None:
@@ -59,7 +59,7 @@ def test_siblings_share_what_is_below_them() -> None:
     for _ in range(400):
         record.observe(make_tree([0, 1, 2, 3], [-1, 0, 0, 2], [1.0, 0.5, 0.4, 0.2]), (2, 3))
         record.observe(make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1]), (1,))
-    assert record.brought == pytest.approx(1 / 0.4, rel=1e-3)
+    assert record.tokens_below == pytest.approx(1 / 0.4, rel=1e-3)
 
 
 def test_nothing_is_learned_after_the_text_leaves_the_tree() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Buffer
-from redraft.engines.host_buffer import HostBuffer, array_of
+from redraft.engines.host_device import HostBuffer, array_of
 from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, row_key

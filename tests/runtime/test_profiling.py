@@ -28,7 +28,7 @@ BUDGET = Budget(6, 3, 2)
 
 def run(runtime: Runtime, watcher: object) -> Generation:
     """Decode with a watcher and a drafter in every step."""
-    with runtime.verifier.ranges.watched(watcher):  # type: ignore[arg-type]
+    with runtime.verifier.ranges.listening(watcher):  # type: ignore[arg-type]
         return runtime.generate([PROMPT], greedy(40), speculation=SpeculationParams(budget=BUDGET))[0]
 
 

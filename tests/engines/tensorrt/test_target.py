@@ -1,18 +1,20 @@
-"""Queries of the driver: its answers, and one line for every failure."""
+"""GPU, TensorRT and plugin of a build: what is found, and one line for every failure."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
-from redraft.engines.tensorrt.driver import Gpu, cuda_version, find_gpu
+from redraft.engines.gpu import Gpu, cuda_version, find_gpu
+from redraft.engines.tensorrt.plugin import VARIABLE, find_plugin
 from redraft.engines.tensorrt.records import TensorRtRecord
-from redraft.engines.tensorrt.target import Target, check_same, find_target
-from redraft.engines.tensorrt.tools import find_tools
+from redraft.engines.tensorrt.target import Target, check_same, find_target, find_tools
 from redraft.errors import BackendError
 
 GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)
@@ -75,20 +77,17 @@ def test_the_newest_cuda_that_the_driver_runs_is_known() -> None:
         cuda_version(absent)
 
 
-def test_the_context_is_let_go_when_memory_cannot_be_asked() -> None:
-    driver = FakeDriver(failing=("cuMemGetInfo_v2", 2))
-    with pytest.raises(BackendError, match="cuMemGetInfo_v2 failed with CUDA_ERROR_NO_DEVICE"):
-        find_gpu(lambda name: driver)
-    assert "cuDevicePrimaryCtxRelease_v2" in driver.calls
-
-
 def test_no_driver_no_gpu_and_a_broken_driver_are_one_line_each() -> None:
     with pytest.raises(BackendError, match=r"no CUDA driver: libcuda\.so\.1 was not found; install"):
         find_gpu(absent)
     with pytest.raises(BackendError, match="sees no GPU; make one visible"):
         find_gpu(lambda name: FakeDriver(devices=0))
-    with pytest.raises(BackendError, match="cuInit failed with CUDA_ERROR_NO_DEVICE; install"):
-        find_gpu(lambda name: FakeDriver(failing=("cuInit", 100)))
+    driver = FakeDriver(failing=("cuMemGetInfo_v2", 2))
+    with pytest.raises(BackendError, match="cuMemGetInfo_v2 failed with CUDA_ERROR_NO_DEVICE; install"):
+        find_gpu(lambda name: driver)
+    assert "cuDevicePrimaryCtxRelease_v2" in driver.calls
+    with pytest.raises(BackendError, match="no CUDA driver"):  # before TensorRT is imported
+        find_target(lambda: find_gpu(absent), lambda name: pytest.fail(f"{name} was imported"))
 
 
 def test_this_driver_is_asked_by_its_real_entries() -> None:
@@ -100,14 +99,6 @@ def test_this_driver_is_asked_by_its_real_entries() -> None:
             find_gpu()
     else:
         assert find_gpu().total_bytes > 0
-
-
-def test_tensorrt_is_not_imported_without_a_driver() -> None:
-    def imported(name: str) -> ModuleType:
-        raise AssertionError("TensorRT was touched before the driver was found")
-
-    with pytest.raises(BackendError, match="no CUDA driver"):
-        find_target(lambda: find_gpu(absent), imported)
 
 
 @pytest.mark.parametrize("version", ["10.9.0.34", "10.16.1", "11.4.0.106"])
@@ -139,7 +130,7 @@ def test_fp8_is_refused_on_gpus_without_it_before_anything_is_built(
     capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Target("10.16.1", Gpu("NVIDIA A10", capability, 0, 0))
-    monkeypatch.setattr("redraft.engines.tensorrt.tools.find_target", lambda product, capability: found)
+    monkeypatch.setattr("redraft.engines.tensorrt.target.find_target", lambda product, capability: found)
     native = TensorRtBuild("native")
     config = BuildConfig("fp8", "tensorrt", tensorrt=native)
     if taken:
@@ -156,7 +147,7 @@ def test_fp8_is_refused_on_gpus_without_it_before_anything_is_built(
 def test_native_attention_is_refused_before_anything_is_exported(
     version: str, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("redraft.engines.tensorrt.tools.find_target", lambda product, capability: Target(version, GPU))
+    monkeypatch.setattr("redraft.engines.tensorrt.target.find_target", lambda product, capability: Target(version, GPU))
     config = BuildConfig("fp16", "tensorrt", tensorrt=TensorRtBuild("native"))
     if taken:
         assert find_tools(config).plugin is None
@@ -172,3 +163,32 @@ def test_engines_of_another_gpu_or_version_are_refused() -> None:
         check_same(record, Target("10.14.0", GPU), "rebuild")
     with pytest.raises(BackendError, match=r"found TensorRT 10\.13\.3 on NVIDIA L4 \(8\.9\); rebuild"):
         check_same(record, Target("10.13.3", Gpu("NVIDIA L4", (8, 9), 0, 0)), "rebuild")
+
+
+def library(folder: Path, major: int) -> Path:
+    path = folder / f"libredraft_tensorrt_{major}.so"
+    path.write_bytes(b"code")
+    return path
+
+
+def test_the_library_of_the_major_version_is_found_with_its_digest(tmp_path: Path) -> None:
+    library(tmp_path, 11)
+    expected = library(tmp_path, 10)
+    found = find_plugin(10, tmp_path, {})
+    assert (found.path, found.digest) == (expected, hashlib.sha256(b"code").hexdigest())
+
+
+def test_a_missing_library_names_found_files_and_the_build_command(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"libredraft_tensorrt_10\.so, found none; build it with `make plugins"):
+        find_plugin(10, tmp_path, {})
+    library(tmp_path, 11)
+    with pytest.raises(BackendError, match=r"found libredraft_tensorrt_11\.so; .* --attention native"):
+        find_plugin(10, tmp_path, {})
+
+
+def test_the_variable_names_another_library_but_none_of_another_major(tmp_path: Path) -> None:
+    other = tmp_path / "mine.so"
+    other.write_bytes(b"code")
+    assert find_plugin(10, tmp_path, {VARIABLE: str(other)}).path == other
+    with pytest.raises(BackendError, match="was built for TensorRT 11, expected 10; build it"):
+        find_plugin(10, tmp_path, {VARIABLE: str(library(tmp_path, 11))})
