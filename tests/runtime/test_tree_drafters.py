@@ -19,7 +19,7 @@ from redraft import names
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild, Precision
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
