@@ -22,7 +22,7 @@ from tests.train.small_verifier import VerifierRecipe, publish, train_verifier
 
 from experiments.tiny.evaluate import evaluate
 from redraft.bench.command import run
-from redraft.train.data import load_corpora, parse_sources
+from redraft.train.data import parse_sources
 from redraft.train.progress import ProgressReport
 
 CONFIG = Path(__file__).parent / "tiny.toml"
