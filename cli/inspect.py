@@ -17,7 +17,7 @@ from redraft.records import to_plain
 
 if TYPE_CHECKING:
     from redraft.engines import Bundle
-    from redraft.engines.tensorrt.records import TensorRtRecord
+    from redraft.engines.tensorrt_records import TensorRtRecord
 
 _DIGESTS = {
     True: "every digest holds",

@@ -27,8 +27,8 @@ from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE, library_name
-from redraft.engines.tensorrt.records import Profile, TensorRtRecord
 from redraft.engines.tensorrt.target import RTX, parse_version
+from redraft.engines.tensorrt_records import Profile, TensorRtRecord
 from redraft.names import TensorSpec
 
 _PAST, _ROWS, _CAPACITY = 4, 8, 64

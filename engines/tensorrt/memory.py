@@ -21,7 +21,7 @@ from onnx import helper
 from redraft.engines.device import byte_size
 from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
-from redraft.engines.tensorrt.records import Profile
+from redraft.engines.tensorrt_records import Profile
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 

@@ -22,7 +22,7 @@ from redraft import names
 from redraft.engines.tensorrt import operators, plugin
 from redraft.engines.tensorrt.expand import expand, expand_maxima
 from redraft.engines.tensorrt.native import fix_capacity, lower_attention, lower_keep
-from redraft.engines.tensorrt.records import Attention, weights_file
+from redraft.engines.tensorrt_records import Attention, weights_file
 from redraft.errors import BackendError
 
 _NOISE = (names.ADD_NOISE, names.TOKEN_HASHES, names.QUADRATIC)

@@ -17,7 +17,7 @@ from typing import Any
 from redraft.config import NATIVE_RELEASES, BuildConfig, Precision
 from redraft.engines.gpu import Gpu, find_gpu
 from redraft.engines.tensorrt.plugin import LOG_PREFIX, Plugin, find_plugin
-from redraft.engines.tensorrt.records import TensorRtRecord
+from redraft.engines.tensorrt_records import TensorRtRecord
 from redraft.errors import BackendError, UsageError
 
 

@@ -32,7 +32,7 @@ from redraft.bench.roofline import (
 )
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.tensorrt.profiles import CallLimits, profiles_of, verifier_symbols
-from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.engines.tensorrt_records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError
 from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.runtime import api

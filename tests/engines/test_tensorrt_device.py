@@ -28,9 +28,9 @@ from redraft.engines.gpu import Gpu
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt.builder import TYPES
 from redraft.engines.tensorrt.plugin import LOG_PREFIX
-from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt_device import TensorRtDevice
+from redraft.engines.tensorrt_records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError, BundleError, UsageError
 from tests.runtime.devices import tensorrt_device as over_fakes
 from tests.standins.cuda import FakeCuda, Status
