@@ -18,9 +18,9 @@ from redraft.train.draft_columns import DraftColumns
 from redraft.train.method import DrafterObjective
 from redraft.train.objectives import find_method
 from redraft.train.questions import ChatTurns
-from redraft.train.self_text import continue_greedily
 from redraft.train.text_batches import text_batch
 from redraft.train.verifier_model import VerifierModel, check_device, open_verifier
+from redraft.train.writer import continue_greedily
 
 _TEXTS_AT_ONCE = 8
 

@@ -36,7 +36,7 @@ from redraft.export.drafters.mtp_native import LoadedModule, load_module
 from redraft.export.graph import decoder, tracing
 from redraft.export.graph.attention import CURRENT, LayerRecorder, record_layers
 from redraft.export.graph.experts import expert_tensors
-from redraft.export.graph.tracing import TracedPass
+from redraft.export.graph.traced_pass import TracedPass
 from redraft.export.verifier import VerifierExport
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 

@@ -7,7 +7,7 @@ import pytest
 from redraft import names, signatures
 from redraft.engines import check_max_num_seqs, check_tree
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of
-from redraft.engines.tensorrt.records import EngineRecord, Range, TensorRtRecord
+from redraft.engines.tensorrt_records import EngineRecord, Range, TensorRtRecord
 from redraft.errors import UsageError
 from redraft.methods import decoder, draft_model
 from redraft.methods.lyanna import LyannaShape, draft_inputs, resample_inputs
