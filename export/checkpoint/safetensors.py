@@ -24,7 +24,7 @@ from redraft.export.checkpoint import base
 from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, STORAGE, TensorEntry, read_json_object, row_slices
 
 if TYPE_CHECKING:
-    from redraft.export.quantization.rounding import StoredGrid
+    from redraft.export.checkpoint.stored_grid import StoredGrid
 
 MODULE_PREFIXES = ("mtp.", "model.mtp_layers.")
 """Prefixes of tensors of modules that predict several tokens, which the verifier does not have."""

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.export.checkpoint.base import ITEM_BYTES, AnyCheckpoint, TensorEntry, not_finite, row_slices
+from redraft.export.checkpoint.stored_grid import Coded, StoredGrid
 from redraft.export.checkpoint.stored_tensor import StoredTensor, entries, evaluate, narrow
 from redraft.export.checkpoint.weight_files import FOLDER, NewTensor, Slabs, write
-from redraft.export.quantization.rounding import Coded, StoredGrid
 from redraft.files import link_or_copy
 from redraft.names import WeightRef
 

@@ -18,9 +18,9 @@ from redraft.export.checkpoint.base import AnyCheckpoint, TensorEntry, row_slice
 from redraft.export.checkpoint.safetensors import Checkpoint
 
 if TYPE_CHECKING:
+    from redraft.export.checkpoint.stored_grid import StoredGrid
     from redraft.export.gguf.file import Header, Stored
     from redraft.export.gguf.names import Parameter, TensorMap
-    from redraft.export.quantization.rounding import StoredGrid
 
 SUFFIX = ".gguf"
 CONVERTED = "GGUF "

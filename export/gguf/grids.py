@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.export.quantization.rounding import SYMMETRIC, Coded, Grid, StoredGrid
+from redraft.export.checkpoint.stored_grid import SYMMETRIC, Coded, Grid, StoredGrid
 
 SYMMETRIC_TYPES = ("Q4_0", "Q5_0", "Q8_0", "Q6_K")
 """Types without a minimum."""

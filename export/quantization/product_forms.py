@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from redraft.config import Precision
 from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.stored_grid import SYMMETRIC, Coded, Grid, StoredGrid
 from redraft.export.quantization import rounding
 from redraft.export.quantization.product_weights import ProductWeight
-from redraft.export.quantization.rounding import BLOCK, SYMMETRIC, Coded, Grid, StoredGrid
+from redraft.export.quantization.rounding import BLOCK
 
 UNROUNDED = 32
 """Bits of a product that keeps fp32 weights."""

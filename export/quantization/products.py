@@ -22,12 +22,12 @@ from onnx_ir.tape import Tape
 
 from redraft import names
 from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.stored_grid import SYMMETRIC, Grid
 from redraft.export.checkpoint.weight_files import ONNX_TYPES, NewTensor, Slabs
 from redraft.export.graph.edit import constant_ints, typed, unplaced
 from redraft.export.quantization import product_forms
 from redraft.export.quantization.product_forms import UNROUNDED, Form, ProductPlan
 from redraft.export.quantization.product_weights import ProductWeight, before_attention, feeds
-from redraft.export.quantization.rounding import SYMMETRIC, Grid
 from redraft.names import WeightRef
 
 MICROSOFT = "com.microsoft"

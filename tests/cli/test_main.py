@@ -11,7 +11,7 @@ import pytest
 from tests.little import Redraft
 
 from redraft.cli import doctor, main
-from redraft.cli.doctor import Finding
+from redraft.cli.console import Finding
 from redraft.errors import BackendError
 
 
