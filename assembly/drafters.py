@@ -21,7 +21,8 @@ from redraft.names import COPY_SLOT, batch, drafter_graph, single
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from redraft.export.drafters import ExportedDrafter, NativeExporter
+    from redraft.export.drafters import ExportedDrafter
+    from redraft.export.drafters.exporter import Exporter
     from redraft.export.verifier import VerifierExport
 
 _ONNX_TYPES = {"float32": "float"}
@@ -125,10 +126,8 @@ def native_drafter(path: Path) -> str:
     """Return a line about the drafter inside of the checkpoint in `path`; empty if it has none. Imports torch."""
     from redraft.export.drafters import find_exporter
 
-    native = find_exporter(native_method()).native
-    assert native is not None
     try:
-        return native.find(open_checkpoint(path)).description
+        return find_exporter(native_method()).find_native(open_checkpoint(path)).description
     except CheckpointError:
         return ""
 
@@ -150,7 +149,7 @@ def _files(drafter: DrafterBuild, checkpoint: AnyCheckpoint | None) -> list[Path
     """Return the files of a drafter that a build reads."""
     if drafter.source == NATIVE:
         assert checkpoint is not None
-        return [checkpoint.path / file for file in _native(drafter).find(checkpoint).files]
+        return [checkpoint.path / file for file in _native(drafter).find_native(checkpoint).files]
     source = Path(str(drafter.source))
     return [source] if source.suffix == SUFFIX else [p for p in sorted(source.glob("*")) if p.suffix in _READ]
 
@@ -221,22 +220,22 @@ def _hidden_states(drafter: DrafterBuild, checkpoint: AnyCheckpoint) -> tuple[st
     from redraft.export.drafters.published import read_states
 
     if drafter.source == NATIVE:
-        return _native(drafter).find(checkpoint).hidden_states
+        return _native(drafter).find_native(checkpoint).hidden_states
     own = None if drafter.source == RANDOM else read_states(Path(str(drafter.source)), checkpoint)
     return method_of(drafter).hidden_states if own is None else own
 
 
-def _native(drafter: DrafterBuild) -> NativeExporter:
-    """Return the functions for a drafter inside of the verifier's checkpoint. Raises UsageError for another method."""
+def _native(drafter: DrafterBuild) -> Exporter[Any]:
+    """Return the exporter of a drafter inside of the verifier's checkpoint. Raises UsageError for another method."""
     from redraft.export.drafters import find_exporter
 
     method = method_of(drafter)
-    if (found := find_exporter(method.id).native) is None:
+    if not method.native:
         raise UsageError(
             f"drafter {drafter.id}: no checkpoint has a drafter of {method.id} inside",
             f"leave out method=, or give method={native_method()}",
         )
-    return found
+    return find_exporter(method.id)
 
 
 def _check_free(drafter: str, verifier: VerifierExport, folder: Path) -> None:
@@ -253,29 +252,29 @@ def _export(
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
     from redraft.export.drafters.published import convert, recognise
+    from redraft.export.drafters.writing import Target
 
     def progress(stage: str, done: int, total: int) -> None:
         report(f"{stage} {done}/{total}" if total > 1 else stage)
 
-    method, options = method_of(drafter), build_options(drafter, config)
+    method = method_of(drafter)
     exporter = find_exporter(method.id)
+    target = Target(drafter.id, verifier, folder, build_options(drafter, config), progress)
     if drafter.source == RANDOM:
-        configuration = support.load_config(checkpoint)
-        return exporter.random(drafter.id, configuration, verifier, folder, options, progress)
+        return exporter.random(target, support.load_config(checkpoint))
     if drafter.source == NATIVE:
         native = _native(drafter)
-        report(f"drafter {drafter.id}: {native.find(checkpoint).description}")
-        return native.export(drafter.id, checkpoint, verifier, folder, options, progress)
+        report(f"drafter {drafter.id}: {native.find_native(checkpoint).description}")
+        return native.native(target, checkpoint)
     path, identity = Path(str(drafter.source)), Identity.from_digests(checkpoint, digests)
     if published := recognise(path):
         report(f"drafter {drafter.id}: {published.description}")
         with tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
             converted = convert(path, checkpoint, identity, Path(scratch))
-            return exporter.trained(drafter.id, converted, verifier, identity, folder, options, progress)
-    if exporter.checkpoint is not None and is_plain_checkpoint(path):
-        return exporter.checkpoint(drafter.id, open_checkpoint(path), verifier, folder, options, progress)
-    opened = DrafterCheckpoint.open(path)
-    return exporter.trained(drafter.id, opened, verifier, identity, folder, options, progress)
+            return exporter.trained(target, converted, identity)
+    if method.takes_checkpoints and is_plain_checkpoint(path):
+        return exporter.checkpoint(target, open_checkpoint(path))
+    return exporter.trained(target, DrafterCheckpoint.open(path), identity)
 
 
 def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folder: Path) -> DrafterRecord:

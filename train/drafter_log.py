@@ -14,13 +14,13 @@ from redraft.train.acceptance import acceptance_of, greedy_draft_logit_scale
 from redraft.train.batches import Batch
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import StepReport
-from redraft.train.method import DrafterObjective, Measure, Method
 from redraft.train.progress import ProgressReport
+from redraft.train.training import DrafterObjective, Measure, Training
 
 
-def measures_of(method: Method) -> dict[str, Measure]:
+def measures_of(training: Training) -> dict[str, Measure]:
     """Return the measured fields of a method's configuration: those of every method, and its own."""
-    return {"draft_logit_scale": greedy_draft_logit_scale, **method.measures}
+    return {"draft_logit_scale": greedy_draft_logit_scale, **training.measures}
 
 
 class DrafterLog:

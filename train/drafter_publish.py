@@ -19,7 +19,7 @@ from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import measures_of, read_progress
 from redraft.train.drafter_run import COUNTS, PROGRESS, draft_vocabulary
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
 from redraft.train.run import data_facts
 from redraft.train.run_facts import RUN, RunFacts
 from redraft.train.trained_drafter import run_facts, trained_drafter
@@ -39,7 +39,7 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
     storage: of its matrices; None takes the method's own.
     """
     facts, state = run_facts(run), load_checkpoint(run)
-    method = find_method(facts.method)
+    method = find_training(facts.method)
     storage = storage or method.storage
     recipe = method.recipe.from_dict(state["recipe"], str(run))
     module = trained_drafter(run, facts, state)

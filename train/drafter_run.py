@@ -32,13 +32,13 @@ from redraft.train.drafter_log import DrafterLog, measures_of
 from redraft.train.drafter_text import DocumentText, DrafterText, WrittenText
 from redraft.train.kept_states import KeptStates
 from redraft.train.loop import train
-from redraft.train.method import DrafterObjective, Method, Start
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
 from redraft.train.progress import ProgressReport
 from redraft.train.run import DATA, refuse_run
 from redraft.train.run_facts import RunFacts
 from redraft.train.states import States
 from redraft.train.trained_drafter import TrainedDrafter
+from redraft.train.training import DrafterObjective, Start, Training
 from redraft.train.verifier_model import autocast_of, check_device, open_verifier
 
 TEXTS = "texts"
@@ -76,17 +76,17 @@ def train_drafter(
     check_device(device)
     if not resume:
         refuse_run(out)
-    method = find_method(method_name)
+    training = find_training(method_name)
     report = report or ProgressReport(Console(quiet=True))
     found = open_verifier(verifier, device, dtype)
-    config = method.configure(recipe, found)
+    config = training.configure(recipe, found)
     began = None if start is None else TrainedDrafter.open(start)
     if began is not None:
         began.check_begins(config, found)
-    fill = _start(method, recipe) if began is None else began.begin
+    fill = _start(training, recipe) if began is None else began.begin
     material: DrafterText
     if texts is not None:
-        material = written = WrittenText(texts, recipe, method.hidden_states(config))
+        material = written = WrittenText(texts, recipe, training.hidden_states(config))
         if written.computed_again:
             report.note(written.computed_again)
     else:
@@ -95,7 +95,7 @@ def train_drafter(
     digest = "" if began is None else began.digest()
     facts = RunFacts(method_name, to_plain(config), found.identity, material.digest, material.settings, digest)
     _begin(out, facts, resume, drops_texts=texts is None and kept is None)
-    lookahead = method.lookahead(config, recipe)
+    lookahead = training.lookahead(config, recipe.drafter)
     material.check(found, lookahead)
     plan = material.plan(lookahead)
     counts = material.counts(found.vocab_size)
@@ -103,16 +103,16 @@ def train_drafter(
     if not resume:
         _note_data(out, material, counts)
     torch.manual_seed(recipe.seed)
-    objective = method.objective(found.model, config, recipe, vocabulary, compile_graph)
+    objective = training.objective(found.model, config, recipe, vocabulary, compile_graph)
     recipe = recipe.for_epoch(material.batches)
     if kept is not None and texts is None:
-        plan = _with_states(plan, kept, recipe.seed, facts, objective, method.hidden_states(config))
+        plan = _with_states(plan, kept, recipe.seed, facts, objective, training.hidden_states(config))
     if fill and not resume:
         batches = (plan.batch(step, recipe) for step in range(recipe.steps))
         fill(objective.drafter, found, batches)
     objective.to(device)
     held_out = material.held_out(objective.lookahead)
-    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(method))
+    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(training))
     ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,
         report=log,
@@ -135,15 +135,15 @@ def _with_states(
     return KeptStates(plan, kept / f"states.{seed}.{'-'.join(hidden_states)}", about, hidden_states, compute)
 
 
-def _start(method: Method, recipe: DrafterRecipe) -> Start | None:
+def _start(training: Training, recipe: DrafterRecipe) -> Start | None:
     """Return the function that fills a fresh drafter, None for random numbers."""
     init = recipe.drafter.init
     if init == "random":
         return None
-    if init not in method.starts:
-        known = ", ".join(map(repr, ("random", *method.starts)))
+    if init not in training.starts:
+        known = ", ".join(map(repr, ("random", *training.starts)))
         raise UsageError(f"drafter.init = {init!r} is not possible for {recipe.method}", f"use one of {known}")
-    return method.starts[init]
+    return training.starts[init]
 
 
 def draft_vocabulary(config: DrafterConfig, counts: NDArray[np.int64]) -> DraftColumns:

@@ -18,7 +18,7 @@ def publish_model(folder: Path, out: Path, verifier: VerifierModel, text_files: 
     UsageError if the drafter is no model of its own, and CheckpointError if it belongs to another verifier.
     """
     found = TrainedDrafter.open(folder)
-    if found.method.whole is None:
+    if found.training.whole is None:
         raise UsageError(f"the drafter in {folder} is not a model of its own", "publish it without --format")
     if found.verifier != verifier.identity:
         raise CheckpointError(
@@ -28,6 +28,6 @@ def publish_model(folder: Path, out: Path, verifier: VerifierModel, text_files: 
     for file in text_files:
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(verifier.texts / file, out / file)
-    found.method.whole(found.module, verifier).save_pretrained(out)
+    found.training.whole(found.module, verifier).save_pretrained(out)
     for written in out.glob("*.safetensors"):
         written.chmod(0o644)  # safetensors makes files readable for their owner only

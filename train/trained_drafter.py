@@ -16,9 +16,9 @@ from redraft.export.drafters.layer import DrafterConfig
 from redraft.records import from_plain
 from redraft.train.batches import Batch
 from redraft.train.checkpoint import load_checkpoint
-from redraft.train.method import Method
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
 from redraft.train.run_facts import RUN, RunFacts
+from redraft.train.training import Training
 from redraft.train.verifier_model import VerifierModel
 
 _PREFIX = "drafter."
@@ -31,7 +31,7 @@ class TrainedDrafter:
     """A drafter with its weights, and the verifier that it was trained for."""
 
     path: Path
-    method: Method
+    training: Training
     config: DrafterConfig
     module: nn.Module
     verifier: Identity
@@ -42,13 +42,13 @@ class TrainedDrafter:
         if (folder / RUN).exists():
             facts = run_facts(folder)
             module = trained_drafter(folder, facts, load_checkpoint(folder))
-            return cls(folder, find_method(facts.method), _config(folder, facts), module, facts.verifier)
+            return cls(folder, find_training(facts.method), _config(folder, facts), module, facts.verifier)
         checkpoint = DrafterCheckpoint.open(folder)
-        method = find_method(checkpoint.method)
-        config = checkpoint.configure(method.config)
-        module = method.module(config)
+        training = find_training(checkpoint.method)
+        config = checkpoint.configure(training.config)
+        module = training.drafter(config)
         checkpoint.load(module)
-        return cls(folder, method, config, module, checkpoint.verifier)
+        return cls(folder, training, config, module, checkpoint.verifier)
 
     def digest(self) -> str:
         """Return the SHA-256 of its weights in fp32, in the order of their names."""
@@ -69,7 +69,7 @@ class TrainedDrafter:
                 f"{self.path} is a drafter of another method than the recipe's", "give a --start of the same method"
             )
         wanted, found = asdict(config), asdict(self.config)
-        own = _OWN | self.method.measures.keys()  # a run has no measurement before its first step
+        own = _OWN | self.training.measures.keys()  # a run has no measurement before its first step
         for name in (name for name in found if name in wanted and name not in own):
             if found[name] != wanted[name]:
                 key, own_value, value = _first_difference(name, found[name], wanted[name])
@@ -86,7 +86,7 @@ class TrainedDrafter:
             )
 
     def begin(self, drafter: nn.Module, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
-        """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.method.Start`."""
+        """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.training.Start`."""
         drafter.load_state_dict(self.module.state_dict(), strict=False)
 
 
@@ -102,13 +102,13 @@ def run_facts(run: Path) -> RunFacts:
 
 def trained_drafter(run: Path, facts: RunFacts, state: Mapping[str, Any]) -> nn.Module:
     """Return the drafter of a run's checkpoint."""
-    module = find_method(facts.method).module(_config(run, facts))
+    module = find_training(facts.method).drafter(_config(run, facts))
     module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
     return module
 
 
 def _config(run: Path, facts: RunFacts) -> DrafterConfig:
-    config: DrafterConfig = from_plain(find_method(facts.method).config, facts.config, str(run / RUN))
+    config: DrafterConfig = from_plain(find_training(facts.method).config, facts.config, str(run / RUN))
     return config
 
 

@@ -28,15 +28,15 @@ from redraft.train.data import parse_sources
 from redraft.train.drafter_log import DrafterLog, measures_of, read_progress
 from redraft.train.drafter_run import PROGRESS, TEXTS, draft_vocabulary
 from redraft.train.loop import StepReport, train
+from redraft.train.objectives import find_training
 from redraft.train.objectives.lyanna import LyannaObjective
-from redraft.train.objectives.lyanna_method import METHOD as TRAINING
-from redraft.train.objectives.lyanna_method import LyannaRecipe, configure, objective
 from redraft.train.progress import ProgressReport
 from redraft.train.run import data_digest, load_corpora
 from redraft.train.run_facts import RunFacts
 from redraft.train.text_store import Array, TextStore, token_counts
 from redraft.train.verifier_model import VerifierModel, open_verifier
 
+TRAINING = find_training(METHOD.id)
 POINTS = 4
 """Measurements of a run, at equal distances."""
 FULL = "both"
@@ -84,7 +84,7 @@ class Texts:
 
     out: Path
     verifier: VerifierModel
-    recipe: LyannaRecipe
+    recipe: Any
     identity: str
     streams: Mapping[str, Array]
     held_out: Mapping[str, list[Batch]]
@@ -92,9 +92,9 @@ class Texts:
     report: Lines
 
 
-def recipe_of(options: argparse.Namespace, sources: Mapping[str, str]) -> LyannaRecipe:
+def recipe_of(options: argparse.Namespace, sources: Mapping[str, str]) -> Any:
     """Return the recipe of `options` with their steps, batches and rows; kinds are those that have sources."""
-    found = LyannaRecipe.load(options.config).with_options(options.steps, options.seed)
+    found = TRAINING.recipe.load(options.config).with_options(options.steps, options.seed)
     written = replace(found.self_text, rows=options.rows, held_out_rows=options.held_out_rows)
     return replace(
         found,
@@ -144,8 +144,8 @@ def train_variant(
     folder.mkdir(parents=True, exist_ok=True)
     texts.report.name = name
     torch.manual_seed(recipe.seed)
-    config = configure(recipe, texts.verifier)
-    found = objective(texts.verifier.model, config, recipe, draft_vocabulary(config, texts.counts), False)
+    config = TRAINING.configure(recipe, texts.verifier)
+    found: Any = TRAINING.objective(texts.verifier.model, config, recipe, draft_vocabulary(config, texts.counts), False)
     plan = BatchPlan(texts.streams, recipe.stream_weights(), recipe.seed, found.lookahead)
     if recipe.drafter.init != "random":
         batches = (plan.batch(step, recipe) for step in range(recipe.steps))

@@ -22,7 +22,7 @@ from experiments.multi_head.recipe import VariantRecipe
 from redraft.export.drafters.layer import renamed
 from redraft.export.drafters.multi_head import MultiHeadDrafter, configuration_of
 from redraft.train.batches import Batch
-from redraft.train.objectives.chain_attention import ChainAttention
+from redraft.train.objectives.distillation import ChainAttention
 
 
 class JointObjective(nn.Module):

@@ -4,14 +4,29 @@ With f the verifier's hidden state after its final norm, E its embedding and M i
 
     h_1 = Layer(P [RMSNorm(f_t) ; RMSNorm(E(x_{t+1}))])              rows of real features are the keys
     y_i = argmax M h_i,   h_{i+1} = Layer(P [RMSNorm(h_i) ; RMSNorm(E(y_i))])
+
+One call of the draft graph catches up on rows and unrolls the chain of tokens.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Any, Generic
+
 import torch
 from torch import nn
 
-from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
+from redraft.export import tracing
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.drafters import ExportedDrafter
+from redraft.export.drafters.draft_graph import ChainAttention, ChainRows, DraftGraph, M, Sampling
+from redraft.export.drafters.exporter import DraftExporter
+from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, verifier_sizes
+from redraft.export.drafters.level_tree import likeliest
+from redraft.export.drafters.mtp_modules import NativeModule, require_module
+from redraft.export.drafters.writing import Target
+from redraft.methods.chains import DRAWN_LOG_PROB
+from redraft.methods.mtp import MtpShape
 
 
 class MtpDrafter(nn.Module):
@@ -39,3 +54,90 @@ class MtpDrafter(nn.Module):
     def readout(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the head reads of hidden states: themselves."""
         return hidden
+
+
+def configuration_of(verifier: Any, vocabulary: int) -> LayerConfig:
+    """Return the configuration of a module with the sizes of a verifier of this transformers configuration."""
+    return LayerConfig(**verifier_sizes(verifier, vocabulary))
+
+
+class MtpExporter(DraftExporter[LayerConfig]):
+    """The exporter of modules, in a drafter's folder or in the verifier's checkpoint."""
+
+    config, module = LayerConfig, MtpDrafter
+
+    def random_config(self, target: Target, verifier: Any) -> LayerConfig:
+        """Return the configuration of a random module."""
+        return configuration_of(verifier, target.vocabulary)
+
+    def shape(self, target: Target, config: LayerConfig) -> MtpShape:
+        """Return the graph's sizes."""
+        return MtpShape(
+            hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            steps=target.options.steps,
+            draft_vocabulary=config.limited(target.options.draft_vocabulary),
+            draft_logit_scale=config.draft_logit_scale,
+            dtype=target.dtype,
+        )
+
+    def graph(self, target: Target, module: MtpDrafter, shape: MtpShape) -> nn.Module:
+        """Return the draft graph's computation."""
+        return _Draft(module, module.config, shape, target.verifier.shape.max_positions)
+
+    def find_native(self, checkpoint: AnyCheckpoint) -> NativeModule:
+        """Return the module inside of a checkpoint. Raises CheckpointError if it has none of a known layout."""
+        return require_module(checkpoint)
+
+    def native(self, target: Target, checkpoint: AnyCheckpoint) -> ExportedDrafter:
+        """Write the module inside of the verifier's own checkpoint. Raises like `mtp_modules.load_module`."""
+        from redraft.export.drafters.mtp_native import export_native
+
+        return export_native(target, checkpoint, self.method)
+
+
+EXPORTER = MtpExporter
+
+
+class MtpChain(DraftGraph[M], Generic[M]):
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`.
+
+    A subclass says how the module's rows attend.
+    """
+
+    @abstractmethod
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Return the rows of a draft. The arguments are those of `ChainRows`."""
+
+    def forward(
+        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        drafter: Any = self.drafter
+        attention = self.rows(positions, pending, cache_len, kv_len, key, value)
+        hidden = drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
+        nodes = [attention.last_token(tokens)]
+        log_probs, chain = [torch.zeros_like(nodes[0], dtype=torch.float32)], []
+        by_rank, of_rank = sampling.drawn[:, None] > 0, torch.full((1, 1), DRAWN_LOG_PROB)
+        for step in range(self.shape.steps):
+            chain.append(self.logits(drafter.readout(hidden)))  # [B, 1, H]
+            found = likeliest(sampling.scaled(chain[-1], tables, step), 1)
+            log_prob, best = (values.squeeze(-1) for values in found)  # [B, 1]
+            nodes.append(tracing.take(tables[0], best) if tables else best)
+            log_probs.append(log_probs[-1] + torch.where(by_rank, of_rank, log_prob))
+            if step + 1 < self.shape.steps:
+                hidden = drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
+        parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
+        tree = torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1)
+        return (*tree, torch.cat(chain, 1), *attention.caches)
+
+
+class _Draft(MtpChain[MtpDrafter]):
+    """The draft of a module with a layer of its own."""
+
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Attend as the drafter's layer."""
+        return ChainAttention(self.drafter.config, *rows)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from redraft.engines.bundle import Bundle
-from redraft.methods.lookahead import METHOD, LookaheadOptions
+from redraft.methods import find_method
+from redraft.methods.unbuilt import LookaheadOptions
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.learning import moved
 from redraft.runtime.drafters.lookahead_window import Pool, Window
@@ -106,7 +107,7 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, verifier: Verifier, options: LookaheadOptions | None = None) -> None:
         super().__init__(verifier)
-        self.name = METHOD.id
+        self.name = "lookahead"
         options = options or LookaheadOptions()
         self._columns, self._most = options.max_window_size, options.max_verification_set_size
         self._rows = options.max_ngram_size - 1
@@ -118,7 +119,7 @@ class LookaheadDrafter(Drafter):
         cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
     ) -> Self:
         """Return the drafter with options as `LookaheadOptions`. Raises UsageError."""
-        return cls(verifier, METHOD.parse_options(options))
+        return cls(verifier, find_method("lookahead").parse_options(options))
 
     def begin(self, seq: Sequence) -> None:
         """Create the window from the prompt, and an empty pool."""

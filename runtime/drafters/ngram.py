@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from redraft.engines.bundle import Bundle
-from redraft.methods.ngram import LONGEST_MATCH, METHOD, NgramOptions
+from redraft.methods import NGRAM, find_method
+from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.learning import LEAST_PROBABILITY, STARTING_RATES, moved
 from redraft.runtime.offers import Offer, OfferKey
@@ -130,7 +131,7 @@ class NgramDrafter(Drafter):
     def __init__(self, verifier: Verifier, config: NgramOptions | None = None) -> None:
         super().__init__(verifier)
         self._config = config or NgramOptions()
-        self.name = METHOD.id
+        self.name = NGRAM
         self._key = OfferKey(self.name, OfferKind.LOOKUP)
         self._rates = [first * later for first in STARTING_RATES for later in _LATER_SIBLING]
 
@@ -139,7 +140,7 @@ class NgramDrafter(Drafter):
         cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
     ) -> Self:
         """Return the drafter with options as `NgramOptions`. Raises UsageError."""
-        return cls(verifier, METHOD.parse_options(options))
+        return cls(verifier, find_method(NGRAM).parse_options(options))
 
     def begin(self, seq: Sequence) -> None:
         """Create the index of the request."""

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence as Several
 
-from redraft.methods.ngram import LONGEST_MATCH
+from redraft.methods.unbuilt import LONGEST_MATCH
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.learning import LEAST_PROBABILITY, moved
 from redraft.runtime.offers import Offer, OfferKey

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
-from redraft.methods.suffix import METHOD, SuffixOptions
+from redraft.methods import find_method
+from redraft.methods.unbuilt import SuffixOptions
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.learning import LEAST_PROBABILITY, STARTING_RATES, moved
 from redraft.runtime.drafters.suffix_store import SuffixStore
@@ -115,7 +116,7 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, verifier: Verifier, options: SuffixOptions | None = None) -> None:
         super().__init__(verifier)
-        self.name = METHOD.id
+        self.name = "suffix"
         self.options = options = options or SuffixOptions()
         self._context = options.suffix_decoding_max_tree_depth - 1
         self._key = OfferKey(self.name, OfferKind.LOOKUP)
@@ -131,7 +132,7 @@ class SuffixDrafter(Drafter):
         cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
     ) -> Self:
         """Return the drafter with options as `SuffixOptions`. Raises UsageError."""
-        return cls(verifier, METHOD.parse_options(options))
+        return cls(verifier, find_method("suffix").parse_options(options))
 
     def check_tenant(self) -> None:
         """Raise UsageError if the store keeps no outputs."""

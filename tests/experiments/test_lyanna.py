@@ -48,14 +48,14 @@ from redraft.runtime.trace import Replay
 from redraft.train.acceptance import greedy_rows
 from redraft.train.batches import Batch
 from redraft.train.drafter_config import SelfText
-from redraft.train.objectives.lyanna import LyannaObjective
-from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
+from redraft.train.objectives import find_training
+from redraft.train.objectives.lyanna import LyannaObjective, LyannaTable
 
 VOCABULARY, HIDDEN, WIDTH = 24, 8, 3
 CONFIG = LyannaConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=12, heads=2, kv_heads=1, head_dim=4, rank=3, steps=3
 )
-RECIPE = LyannaRecipe(
+RECIPE = find_training("lyanna").recipe(
     weights={"a": 1.0},
     steps=8,
     batch_tokens=32,
@@ -125,7 +125,7 @@ def tables_of(exact, counts, size, form="lowrank"):
     sizes = dict(hidden=HIDDEN, vocabulary=VOCABULARY, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, rank=3)
     shape = LyannaShape(**sizes, resample_nodes=3, token_info=form, draft_vocabulary=size)
     embedding, vocabulary = exact.verifier.embed.weight.detach().numpy(), DraftVocabulary.of(TokenData(counts), size)
-    return arrays((*make_tables(exact.drafter, iter([embedding]), vocabulary, shape), *vocabulary.tables()))
+    return arrays((*make_tables(exact.drafter.token_info, iter([embedding]), vocabulary, shape), *vocabulary.tables()))
 
 
 def test_only_tokens_of_the_draft_vocabulary_are_drafted(exact, tokens):

@@ -16,7 +16,6 @@ from redraft import names
 from redraft.engines import open_bundle
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree
 from redraft.runtime import Runtime, SpeculationParams, api, scheduler, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
@@ -24,6 +23,7 @@ from redraft.runtime.offers import Speculation
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Costs
 from tests.export.drafters.tiny import last_chain
+from tests.export.drafters.token_tree import Tree, build_subtree
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from redraft.engines.device import Device
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
-from redraft.methods import find_method
+from redraft.methods import ROWS, find_method
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.proposals import ChainProposal
 from redraft.runtime.sequence import Sequence
@@ -34,7 +33,7 @@ from .lyanna_bundle import CONTEXT, VOCABULARY
 from .test_rejection_drafts import FAR, chi_square
 
 STEPS = 4
-METHODS = ("eagle", "eagle2", "eagle3", "hass", "fspad", "griffin")
+METHODS = tuple(name for name, row in ROWS.items() if row.family == "feature_tree")
 CHAIN = "chain"
 """A drafter of chains."""
 DRAFTERS = (*METHODS, CHAIN)
@@ -54,7 +53,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"precision": "fp32", "width": 3, "steps": STEPS}
     drafters = []
     for method in METHODS:
-        form = import_module(f"redraft.export.drafters.{method}_graphs").FORM
+        form = ROWS[method].form
         states = find_method(method).hidden_states
         config = FeatureConfig(**{**SIZES, "vocab_size": VOCABULARY, "logit_scale": 1.0}, hidden_states=states, **form)
         data = token_data(config)

@@ -9,7 +9,7 @@ import numpy as np
 
 from redraft.engines.recipes import load_recipe
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
-from redraft.train.objectives.lyanna_method import LyannaRecipe
+from redraft.train.objectives import find_training
 from redraft.train.text_batches import TextSet
 from redraft.train.text_shards import PACKED, Shards, load_facts
 from redraft.train.write_text import written_tokens
@@ -54,4 +54,5 @@ def test_smollm2s_drafter_is_small_trained_on_enough_and_of_the_recipes_verifier
     assert training["data"] == {kind: {"tokens": found} for kind, found in sizes.items()}
     texts, tokens = (sum(found[name] for found in sizes.values()) for name in ("texts", "all"))
     assert training["step"] * training["recipe"]["texts"] / texts * tokens >= 6_000_000
-    assert LyannaRecipe.from_dict(training["recipe"]) == LyannaRecipe.load("lyanna-smollm2")
+    recipe = find_training("lyanna").recipe
+    assert recipe.from_dict(training["recipe"]) == recipe.load("lyanna-smollm2")

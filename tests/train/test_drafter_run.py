@@ -22,13 +22,14 @@ from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
 from redraft.train.drafter_log import read_progress
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS, train_drafter
-from redraft.train.objectives import COMMANDS, METHODS, find_method
-from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
+from redraft.train.objectives import COMMANDS, METHODS, find_training
+from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.progress import ProgressReport
 from redraft.train.run import load_corpora
 from redraft.train.text_store import TextStore
 from redraft.train.verifier_model import open_verifier
 
+LyannaRecipe = find_training("lyanna").recipe
 RECIPE = LyannaRecipe(
     steps=8,
     batch_tokens=128,
@@ -135,7 +136,7 @@ def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_
 def test_texts_are_kept_if_the_configuration_has_lists(verifier_folder, two, tmp_path):
     """JSON has lists in place of tuples, which is no other configuration."""
     fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
-    recipe = find_method("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
+    recipe = find_training("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
     for end, written in ((KillAfter(text="prose.train.0"), True), (KillAfter(step=1), False)):
         with pytest.raises(Killed):
             train_drafter("medusa", verifier_folder, two, tmp_path, recipe, report=end)
@@ -145,7 +146,7 @@ def test_texts_are_kept_if_the_configuration_has_lists(verifier_folder, two, tmp
 def test_a_run_may_begin_with_published_medusa_heads(verifier_folder, two, tmp_path):
     """Their measured accuracies are no part of their form."""
     fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
-    recipe = find_method("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
+    recipe = find_training("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
     train_drafter("medusa", verifier_folder, two, tmp_path / "first", replace(recipe, steps=2))
     publish_drafter(tmp_path / "first", tmp_path / "heads")
     start = tmp_path / "heads"
@@ -347,8 +348,8 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(verifier_fo
         go(verifier_folder, two, tmp_path, report=KillAfter(step=5))
     before = (tmp_path / NAME).read_bytes()
     monkeypatch.setattr(
-        "redraft.train.objectives.lyanna.LyannaObjective._targets",
-        lambda self, states, places, real: (places[real][:, None] * 0, places[real][:, None] * float("nan")),
+        "redraft.train.objectives.lyanna.LyannaObjective.scaled",
+        lambda self, hidden: hidden.to(self.head.dtype) * float("nan"),
     )
     with pytest.raises(TrainingError, match="nan at step 4; the last good checkpoint is in"):
         go(verifier_folder, two, tmp_path, resume=True)
@@ -425,10 +426,10 @@ def test_publishing_a_folder_that_is_no_run_is_refused(run, tmp_path):
 def test_every_method_is_found_and_has_a_recipe_of_its_commands_name():
     assert tuple(COMMANDS.values()) == METHODS
     for command, name in COMMANDS.items():
-        method = find_method(name)
-        assert method.recipe.load(method.schedule or command).method == name
+        training = find_training(name)
+        assert training.recipe.load(training.schedule or command).method == name
     with pytest.raises(CheckpointError, match="unknown drafting method 'absent'"):
-        find_method("absent")
+        find_training("absent")
 
 
 @pytest.mark.parametrize("name", ["lyanna", "lyanna-smollm2", "lyanna-tiny", "lyanna-stories260k"])

@@ -19,10 +19,8 @@ from redraft.train.drafter_evaluate import open_drafter
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import train_drafter
 from redraft.train.model_publish import publish_model
-from redraft.train.objectives import find_method
-from redraft.train.objectives.decoder_method import SteeringTable, StudentTable
-from redraft.train.objectives.draft_model_method import StudentRecipe
-from redraft.train.objectives.steered_method import SteeredRecipe
+from redraft.train.objectives import find_training
+from redraft.train.objectives.decoder import SteeringTable, StudentTable
 from redraft.train.verifier_model import open_verifier
 from tests.train.test_drafter_run import KillAfter
 
@@ -33,6 +31,7 @@ SCHEDULE = dict(
 PLAIN = SelfText(text=1.0, greedy=0.0, sampled=0.0, prompt_tokens=6, new_tokens=20, held_out_rows=3)
 OWN = replace(PLAIN, text=0.0, sampled=1.0, temperatures=(1.0,), rows=12)
 STUDENT = dict(layers=(0, 3), draft_vocabulary=300)
+StudentRecipe, SteeredRecipe = (find_training(name).recipe for name in ("draft_model", "steered"))
 PRETRAINED = StudentRecipe(drafter=StudentTable(**STUDENT, kl=0.0, hard=1.0), self_text=PLAIN, **SCHEDULE)  # type: ignore[arg-type]
 DISTILLED = StudentRecipe(drafter=StudentTable(**STUDENT), self_text=OWN, **SCHEDULE)  # type: ignore[arg-type]
 STEERED = SteeredRecipe(drafter=SteeringTable(**STUDENT), self_text=OWN, **SCHEDULE)  # type: ignore[arg-type]
@@ -147,7 +146,7 @@ def test_drafters_that_a_run_cannot_begin_with_are_refused_in_one_line(
     values["verifier"]["weights"] = ["0" * 64]
     (tmp_path / "published" / "config.json").write_text(json.dumps(values))
     assert "was trained for another verifier; give a --start" in line(tmp_path / "published")
-    other = find_method("lyanna").recipe.from_dict(
+    other = find_training("lyanna").recipe.from_dict(
         {"steps": 1, **{k: v for k, v in SCHEDULE.items() if k != "steps"}, "self_text": {"held_out_rows": 3}}
     )
     assert "is a drafter of another method than the recipe's" in line(pretrained, other)

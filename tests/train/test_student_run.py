@@ -23,12 +23,13 @@ from redraft.train.drafter_log import read_progress
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import PROGRESS, train_drafter
 from redraft.train.model_publish import publish_model
+from redraft.train.objectives import find_training
+from redraft.train.objectives.decoder import StudentTable
 from redraft.train.objectives.decoder_drafter import DEPTHS
-from redraft.train.objectives.decoder_method import StudentTable
-from redraft.train.objectives.draft_model_method import StudentRecipe
 from redraft.train.verifier_model import open_verifier
 from tests.train.test_drafter_run import KillAfter, Killed
 
+StudentRecipe = find_training("draft_model").recipe
 RECIPE = StudentRecipe(
     steps=8,
     batch_tokens=128,

@@ -10,12 +10,13 @@ import torch
 from tokenizers import Tokenizer
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
-from redraft.train.objectives.lyanna_method import LyannaRecipe, configure
+from redraft.train.objectives import find_training
 from redraft.train.verifier_model import check_device, open_verifier
 from tests.export.gguf_files import random_file
 from tests.export.models import write_checkpoint
 
 VOCAB = 400
+TRAINING = find_training("lyanna")
 
 
 def checkpoint(folder, tokenizer_of, architecture, **changes):
@@ -31,7 +32,7 @@ def checkpoint(folder, tokenizer_of, architecture, **changes):
 )
 def test_scale_of_the_logits_goes_to_the_drafter(tmp_path, verifier_folder, architecture, changes, scale):
     found = open_verifier(checkpoint(tmp_path / "v", verifier_folder, architecture, **changes), "cpu")
-    config = configure(LyannaRecipe(), found)
+    config = TRAINING.configure(TRAINING.recipe(), found)
     assert config.logit_scale == scale
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (VOCAB, 48, 80)
     assert (config.heads, config.kv_heads, config.head_dim) == (4, found.config.num_key_value_heads, found_head(found))
@@ -45,7 +46,7 @@ def found_head(verifier):
 
 def test_rope_base_and_norm_epsilon_are_the_verifiers(tmp_path, verifier_folder):
     found = open_verifier(checkpoint(tmp_path / "v", verifier_folder, "llama", rms_norm_eps=1e-4), "cpu")
-    config = configure(LyannaRecipe(), found)
+    config = TRAINING.configure(TRAINING.recipe(), found)
     assert (config.rope_theta, config.rms_norm_eps) == (500.0, 1e-4)
 
 

@@ -21,9 +21,9 @@ from redraft.train.data import load_corpus
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import train_drafter
 from redraft.train.drafter_text import WrittenText
-from redraft.train.objectives.decoder_method import SteeringTable
-from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
-from redraft.train.objectives.steered_method import SteeredRecipe
+from redraft.train.objectives import find_training
+from redraft.train.objectives.decoder import SteeringTable
+from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.progress import ProgressReport
 from redraft.train.questions import ChatTurns, word_problems
 from redraft.train.states import run_verifier, states_of
@@ -207,7 +207,9 @@ def test_a_run_says_which_hidden_states_the_texts_lack(asked, chat_folder, tmp_p
     """Silently computing them again would cost a run of the verifier at every step. Packed texts keep none."""
     pack(asked, tmp_path / "packed")
     table = SteeringTable(layers=(0,), hidden_states=("2", "1"))
-    recipe = SteeredRecipe(drafter=table, steps=1, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=1)
+    recipe = find_training("steered").recipe(
+        drafter=table, steps=1, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=1
+    )
     for name, texts in (("some", asked), ("packed", tmp_path / "packed")):
         report = ProgressReport(Console(width=1000))
         train_drafter("steered", chat_folder, {}, tmp_path / name, recipe, texts=texts, report=report)
@@ -240,7 +242,7 @@ def test_questions_that_do_not_fit_the_verifier_are_left_out(verifier, corpora, 
 
 
 def drafter_recipe(**table):
-    return LyannaRecipe(
+    return find_training("lyanna").recipe(
         steps=4, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=2,
         drafter=LyannaTable(rank=4, chain=3, **table),
     )  # fmt: skip

@@ -25,16 +25,19 @@ from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.draft_graph import Sampling as DraftSampling
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
-from redraft.export.drafters.feature_graphs import _Draft, _LevelTree, exporter_of
-from redraft.methods.chains import DRAWN_LOG_PROB
-from redraft.methods.eagle2 import METHOD
-from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape, draft_inputs, draft_outputs
+from redraft.export.drafters.feature_tree import FeatureTreeExporter, _Draft
+from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
+from redraft.export.drafters.writing import Target
+from redraft.methods import ROWS, find_method
+from redraft.methods.chains import DRAWN_LOG_PROB, draft_inputs, draft_outputs
+from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape
 from redraft.noise_spec import DRAWN
 from tests.engines.sessions import session_of
 from tests.noise import keys_of, noise_rows
 
 from .tiny import CONTEXT, HIDDEN, VOCABULARY, Verifier, token_data
 
+METHOD = find_method("eagle2")
 STEPS, CAPACITY = 3, 64
 SIZES: dict[str, Any] = dict(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=16, logit_scale=0.6,
@@ -137,6 +140,11 @@ class Drafter:
         return cls(shape, random_module(config), *weights, vocabulary)
 
 
+def exporter_of(form: dict[str, Any], static: bool = False) -> FeatureTreeExporter:
+    """The exporter of a method whose drafters have this form."""
+    return FeatureTreeExporter(METHOD, replace(ROWS[METHOD.id], form=form, static=static))
+
+
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def exported(
     little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
@@ -149,9 +157,9 @@ def exported(
         folder / "drafter", METHOD.id, config, identity, random_module(config), data.counts, {}, data.draft_vocabulary
     )
     shutil.copytree(little_verifier.folder, folder / "graphs")
-    exporter = exporter_of(METHOD, {"fusion": case.fusion, "outputs": case.outputs}, case.static)
+    exporter = exporter_of({"fusion": case.fusion, "outputs": case.outputs}, case.static)
     opened = DrafterCheckpoint.open(folder / "drafter")
-    made = exporter.trained("f", opened, little_verifier.export, identity, folder / "graphs", case.options)
+    made = exporter.trained(Target("f", little_verifier.export, folder / "graphs", case.options), opened, identity)
     assert (made.shape.static, made.shape.width, made.shape.draft_vocabulary) == (case.static, case.width, case.drafted)
     vocabulary = np.arange(VOCABULARY)
     if case.drafted < VOCABULARY:
@@ -502,10 +510,8 @@ def test_a_tree_is_no_wider_than_the_draft_vocabulary(little_verifier: Verifier,
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
     options = FeatureTreeBuild(precision="fp32", steps=2, width=3, draft_vocabulary=2)
     configuration = little_verifier.checkpoint.path
-    exporter = exporter_of(METHOD, {})
-    made = exporter.random(
-        "f", AutoConfig.from_pretrained(str(configuration)), little_verifier.export, tmp_path / "graphs", options
-    )
+    target = Target("f", little_verifier.export, tmp_path / "graphs", options)
+    made = exporter_of({}).random(target, AutoConfig.from_pretrained(str(configuration)))
     assert (made.shape.width, made.shape.nodes) == (2, 5)
 
 
@@ -516,7 +522,7 @@ def test_a_head_of_its_own_takes_no_smaller_vocabulary(little_verifier: Verifier
     save_drafter(tmp_path / "drafter", METHOD.id, config, identity, random_module(config), data.counts, {})
     opened = DrafterCheckpoint.open(tmp_path / "drafter")
     with pytest.raises(UsageError, match=f"a head of its own for {VOCABULARY} tokens; leave out draft_vocabulary"):
-        exporter_of(METHOD, {}).trained("f", opened, little_verifier.export, identity, tmp_path, case.options)
+        exporter_of({}).trained(Target("f", little_verifier.export, tmp_path, case.options), opened, identity)
 
 
 @pytest.mark.parametrize(
@@ -535,16 +541,14 @@ def test_a_drafter_of_another_form_is_refused(
     save_drafter(tmp_path / "drafter", "eagle", config, identity, random_module(config), data.counts, {})
     opened = DrafterCheckpoint.open(tmp_path / "drafter")
     with pytest.raises(CheckpointError, match=message):
-        exporter_of(METHOD, {"fusion": "linear"}).trained(
-            "f", opened, little_verifier.export, identity, tmp_path, case.options
+        exporter_of({"fusion": "linear"}).trained(
+            Target("f", little_verifier.export, tmp_path, case.options), opened, identity
         )
 
 
 def test_a_parent_is_above_its_children_however_sure_the_drafter_is() -> None:
     """Joint log probabilities of -18 and more, whose children have a probability of 1 in float32."""
-    shape = FeatureTreeShape(HIDDEN, VOCABULARY, SIZES["kv_heads"], SIZES["head_dim"], 4, 3, 13, VOCABULARY)
-    sampling = DraftSampling.example(4)
-    tree = _LevelTree(shape, sampling, [], torch.zeros(2, 1, dtype=torch.long))
+    tree = LevelTree(3, torch.zeros(2, dtype=torch.long), rank_log_probs(3))
     generator = torch.Generator().manual_seed(0)
     rows = 1
     for level in range(4):
@@ -555,7 +559,7 @@ def test_a_parent_is_above_its_children_however_sure_the_drafter_is() -> None:
         if level < 3:
             tree.best()
             rows = 3
-    _, parents, log_probs = tree.whole()
+    _, parents, log_probs = tree.whole(torch.zeros(2, 1, dtype=torch.long), 13, [])
     for slot in range(2):
         for node, parent in enumerate(parents[slot].tolist()):
             assert parent < node
@@ -567,4 +571,4 @@ def test_a_drafter_of_another_family_is_refused(little_verifier: Verifier, tmp_p
     identity = Identity.of(little_verifier.checkpoint)
     drafter = DrafterCheckpoint(tmp_path, "mtp", {"hidden_size": HIDDEN}, identity)
     with pytest.raises(CheckpointError, match="is a drafter of mtp, which eagle2 cannot use; leave out method=eagle2"):
-        exporter_of(METHOD, {}).trained("f", drafter, little_verifier.export, identity, tmp_path, FeatureTreeBuild())
+        exporter_of({}).trained(Target("f", little_verifier.export, tmp_path, FeatureTreeBuild()), drafter, identity)

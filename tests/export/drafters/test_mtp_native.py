@@ -27,8 +27,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from redraft.export import support
 from redraft.export.architecture import Architecture
 from redraft.export.checkpoint import Checkpoint
-from redraft.export.drafters import ExportedDrafter
-from redraft.export.drafters.mtp_native_graphs import export_native
+from redraft.export.drafters import ExportedDrafter, find_exporter
+from redraft.export.drafters.writing import Target
 from redraft.export.loading import load_tensors
 from redraft.export.sources import Source
 from redraft.export.verifier import VerifierExport
@@ -77,7 +77,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     reads = ("last",) if FORMS[name].normed else (str(LAYERS - 1),)
     (folder / "graphs").mkdir()
     options = MtpBuild(precision="fp32", steps=STEPS)
-    drafter = export_native("m", checkpoint, untraced(checkpoint, reads), folder / "graphs", options)
+    target = Target("m", untraced(checkpoint, reads), folder / "graphs", options)
+    drafter = find_exporter(METHOD.id).native(target, checkpoint)
     assert drafter.shape.hidden_states == reads
     return Exported(name, checkpoint, folder / "graphs", drafter)
 

@@ -5,7 +5,6 @@ The writers below make small random checkpoints with the files, keys and tensor 
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import Checkpoint
-from redraft.export.drafters import eagle_graphs
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
-from redraft.export.drafters.published import FIRST_METHODS, check_layout, convert, named_method, recognise
+from redraft.export.drafters.published import FIRST, FIRST_METHODS, check_layout, convert, named_method, recognise
+from redraft.methods import ROWS as METHOD_ROWS
 from tests.export.models import write_checkpoint
 
 N, V, H, LAYERS, HEADS, KV_HEADS, WIDTH = 48, 97, 23, 8, 4, 2, 40
@@ -307,7 +306,7 @@ def test_eagle_one_of_safeailab_computes_the_papers_steps(verifier, tmp_path, bi
     module, data, checkpoint = converted(write(tmp_path / "it", values, stored, pickled), verifier)
     assert checkpoint.method == "eagle"
     assert checkpoint.verifier == IDENTITY
-    assert all(getattr(module.config, name) == value for name, value in eagle_graphs.FORM.items())
+    assert all(getattr(module.config, name) == value for name, value in METHOD_ROWS[FIRST].form.items())
     assert module.config.hidden_states == ("last",)
     assert torch.equal(data.counts, torch.ones(V, dtype=torch.long))
     features, tokens = drawn_rows(1)
@@ -523,7 +522,7 @@ def test_an_id_does_not_name_the_method_of_other_drafters(verifier, tmp_path):
 
 def test_the_methods_of_eagle_ones_form_have_one_form():
     for name in FIRST_METHODS:
-        assert importlib.import_module(f"redraft.export.drafters.{name}_graphs").FORM == eagle_graphs.FORM
+        assert METHOD_ROWS[name].form == METHOD_ROWS[FIRST].form
 
 
 def renamed(tensors: Tensors) -> Tensors:
