@@ -33,16 +33,17 @@ from redraft.engines.host_memory import available_bytes
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, load_manifest
 from redraft.engines.tensorrt.tools import find_tools
 from redraft.errors import BackendError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
-from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
-from redraft.export.quiet import quiet_export
+from redraft.export import quiet_export
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from redraft.garbage import libraries_kept
 from redraft.interrupts import interrupts_deferred
 from redraft.names import TOKENIZER_FILE
 from redraft.packages import package_version
 
 if TYPE_CHECKING:
-    from redraft.export.product_forms import ProductPlan
+    from redraft.export.quantization.product_forms import ProductPlan
     from redraft.export.verifier import TracedVerifier, VerifierExport
 
 TOOLS = (
@@ -184,14 +185,14 @@ class _Build:
 
     def traced(self) -> TracedVerifier:
         """Return the traced graph, of the first `layers` layers if they are given."""
-        from redraft.export import support
+        from redraft.export.checkpoint import model_config
         from redraft.export.verifier import trace_verifier
 
         config = self.config
         key = (config.compute_dtype, config.hidden_states, config.max_model_len, config.random_weights, self.layers)
         if key not in self.shared.traced:
-            architecture = support.load_config(self.checkpoint)
-            support.check_shape(architecture, self.model.shape, self.model.source)
+            architecture = model_config.load_config(self.checkpoint)
+            model_config.check_shape(architecture, self.model.shape, self.model.source)
             quiet_export()
             with self.progress.stage(TRACE):
                 self.shared.traced[key] = trace_verifier(self.checkpoint, config, layers=self.layers)
@@ -199,11 +200,11 @@ class _Build:
 
     def stage(self, texts: Mapping[str, str] | None = None, tokens: int = DEFAULT_TOKENS) -> Manifest:
         """Write every file of a bundle except the manifest. Returns the manifest without digests."""
-        from redraft.export import support
+        from redraft.export.checkpoint import model_config
 
         checkpoint, config, folder = self.checkpoint, self.config, self.folder
         stand_in = config.random_weights and not _has_tokenizer(checkpoint)
-        vocabulary = support.load_config(checkpoint).get_text_config(decoder=True).vocab_size
+        vocabulary = model_config.load_config(checkpoint).get_text_config(decoder=True).vocab_size
         special = tokenizers.write_stand_in(folder, vocabulary) if stand_in else _write_text(checkpoint, folder)
         traced = self.traced()
         plan = _first_plan(config, traced)
@@ -305,7 +306,7 @@ def _first_plan(config: BuildConfig, traced: TracedVerifier) -> ProductPlan | No
 
     Raises UsageError for a pattern without a weight.
     """
-    from redraft.export.product_forms import ProductPlan
+    from redraft.export.quantization.product_forms import ProductPlan
 
     if not config.rounds_products:
         return None
@@ -352,7 +353,7 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
 
 def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[str, GraphRecord]:
     """Write the graphs that a device runs between engine calls. gathers: True if a drafter reads hidden states."""
-    from redraft.export.step_graphs import export_step_graphs
+    from redraft.export.graph.step_graphs import export_step_graphs
 
     files = export_step_graphs(exported.shape, folder, gathers)
     of_graphs = signatures.step_signatures(exported.shape, gathers)
@@ -426,9 +427,9 @@ def _tools() -> dict[str, str]:
 
 def _needed_bytes(checkpoint: AnyCheckpoint, config: BuildConfig, folder: Path) -> int:
     """Return an upper bound of the weights' bytes: zero for hard links, fp32 for quantized tensors."""
-    from redraft.export.checkpoint import ITEM_BYTES
-    from redraft.export.sources import LINK_FROM_BYTES
-    from redraft.export.weight_files import STORED
+    from redraft.export.checkpoint.base import ITEM_BYTES
+    from redraft.export.checkpoint.sources import LINK_FROM_BYTES
+    from redraft.export.checkpoint.weight_files import STORED
 
     linked = set()
     dtype = STORED[config.compute_dtype]

@@ -13,8 +13,8 @@ from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint
-from redraft.export.gguf_checkpoint import SUFFIX, open_checkpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.gguf.checkpoint import SUFFIX, open_checkpoint
 from redraft.methods import Method, built_methods, find_method, native_method
 from redraft.names import COPY_SLOT, batch, drafter_graph, single
 
@@ -82,12 +82,12 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
     """
     if not config.drafters:
         return  # without PyTorch
-    from redraft.export import support
+    from redraft.export.checkpoint import model_config
+    from redraft.export.checkpoint.model_config import decoder_shape
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
     from redraft.export.drafters.draft_vocabulary import check_counted
     from redraft.export.drafters.published import recognise
-    from redraft.export.shapes import decoder_shape
 
     for drafter in config.drafters:
         path = Path(str(drafter.source))
@@ -103,7 +103,8 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
             continue
         opened = DrafterCheckpoint.open(path)
         settings = find_exporter(method_of(drafter).id).configure(opened, options)
-        shape, identity = decoder_shape(support.load_config(checkpoint)), Identity.from_digests(checkpoint, digests)
+        shape = decoder_shape(model_config.load_config(checkpoint))
+        identity = Identity.from_digests(checkpoint, digests)
         opened.entries()  # refuses a truncated file
         opened.check_verifier(settings, shape.hidden, shape.vocabulary, identity)
 
@@ -111,9 +112,9 @@ def check_drafters(config: BuildConfig, checkpoint: AnyCheckpoint, digests: Mapp
 def _check_draft_model(drafter: DrafterBuild, path: Path, checkpoint: AnyCheckpoint, config: BuildConfig) -> None:
     """Check a draft model's file, tokens and length of texts. Raises CheckpointError, UnsupportedModelError."""
     from redraft.assembly.tokenizers import Tokens, check_same_tokens
-    from redraft.export.architecture import Architecture
+    from redraft.export.checkpoint.architecture import Architecture
+    from redraft.export.checkpoint.model_config import load_config, verifier_shape
     from redraft.export.drafters.decoder_drafter import sizes_of
-    from redraft.export.support import load_config, verifier_shape
 
     own = open_checkpoint(path)
     check_file(own)
@@ -248,7 +249,7 @@ def _export(
     checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, drafter: DrafterBuild,
     config: BuildConfig, folder: Path, report: Callable[[str], None],
 ) -> ExportedDrafter:  # fmt: skip
-    from redraft.export import support
+    from redraft.export.checkpoint import model_config
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
     from redraft.export.drafters.published import convert, recognise
@@ -261,7 +262,7 @@ def _export(
     exporter = find_exporter(method.id)
     target = Target(drafter.id, verifier, folder, build_options(drafter, config), progress)
     if drafter.source == RANDOM:
-        return exporter.random(target, support.load_config(checkpoint))
+        return exporter.random(target, model_config.load_config(checkpoint))
     if drafter.source == NATIVE:
         native = _native(drafter)
         report(f"drafter {drafter.id}: {native.find_native(checkpoint).description}")
@@ -281,7 +282,7 @@ def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folde
     """Write the graph that copies a slot and the CPU graphs. Returns the drafter's record."""
     from redraft.engines.lowering import lower_any, lower_batch, lower_chain, lower_single
     from redraft.export.drafters import graph_file
-    from redraft.export.step_graphs import export_slot_copy
+    from redraft.export.graph.step_graphs import export_slot_copy
 
     method, shape = method_of(drafter), exported.shape
     state = method.state(shape)

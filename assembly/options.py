@@ -167,7 +167,7 @@ def _method_of(text: str, source: str, drafter: str) -> str:
             f"--drafter {text!r}: there is no folder {source}",
             "give a drafter's folder; or a smaller model's folder, GGUF file, recipe or Hugging Face id",
         )
-    from redraft.export.checkpoint import check_folder
+    from redraft.export.checkpoint.safetensors import check_folder
 
     check_folder(Path(source))
     from redraft.export.drafters.published import named_method  # after the check, since it imports torch

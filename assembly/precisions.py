@@ -11,10 +11,10 @@ from redraft.config import Precision
 from redraft.engines.manifest import Quality
 
 if TYPE_CHECKING:
-    from redraft.export.calibrate import Calibration
-    from redraft.export.product_forms import ProductPlan
-    from redraft.export.product_weights import ProductWeight
-    from redraft.export.sources import AnySource
+    from redraft.export.checkpoint.sources import AnySource
+    from redraft.export.quantization.calibrate import Calibration
+    from redraft.export.quantization.product_forms import ProductPlan
+    from redraft.export.quantization.product_weights import ProductWeight
 
 TARGETS: Mapping[Precision, float] = {"int8": 0.005, "int4": 0.03}
 """Largest rise of perplexity by precision, as a share, on each kind of text."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from redraft.config import BuildConfig, Precision
 from redraft.engines.host_memory import available_bytes
 from redraft.errors import BackendError, BundleError
-from redraft.export.checkpoint import AnyCheckpoint
-from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 
 WEIGHT_BYTES: Mapping[Precision, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5, "fp8": 1}
 """Bytes of a weight in a bundle, without scales."""
@@ -56,7 +56,7 @@ def check_file(checkpoint: AnyCheckpoint) -> None:
     Raises CheckpointError for a damaged file, UnsupportedModelError for an architecture or type without support.
     """
     if isinstance(checkpoint, GgufCheckpoint):
-        from redraft.export.gguf_file import check_architecture
+        from redraft.export.gguf.file import check_architecture
 
         check_architecture(checkpoint.header)
 

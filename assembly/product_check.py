@@ -27,8 +27,8 @@ from redraft.garbage import return_memory
 from redraft.names import TensorSpec, WeightRef
 
 if TYPE_CHECKING:
-    from redraft.export.product_weights import ProductWeight
-    from redraft.export.sources import AnySource
+    from redraft.export.checkpoint.sources import AnySource
+    from redraft.export.quantization.product_weights import ProductWeight
     from redraft.export.verifier import TracedVerifier
 
 Array = NDArray[np.float32]

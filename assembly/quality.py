@@ -1,7 +1,7 @@
 """How good a bundle is: perplexity, divergence and equal next tokens on held-out texts, next to the model in fp32.
 
 The reference is transformers' own model, which runs once over all texts, one layer at a time. The same pass measures
-what rounding does to each product (`redraft.export.calibrate`).
+what rounding does to each product (`redraft.export.quantization.calibrate`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from redraft.errors import UsageError
 from redraft.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from redraft.export.calibrate import Calibration
-    from redraft.export.product_forms import ProductPlan
+    from redraft.export.quantization.calibrate import Calibration
+    from redraft.export.quantization.product_forms import ProductPlan
     from redraft.export.verifier import TracedVerifier
 
 DEFAULT_TOKENS, FULL_TOKENS = 1000, 6000
@@ -95,7 +95,7 @@ def run_reference(
     plans: of the precisions whose products are measured. Raises UnsupportedModelError if transformers
     cannot run the model.
     """
-    from redraft.export.calibrate import Calibrator
+    from redraft.export.quantization.calibrate import Calibrator
     from redraft.export.reference import run_texts
 
     measured = list(texts.measured.values())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from redraft import names
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
-from redraft.export.json_files import DOWNLOAD_AGAIN
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN
 from redraft.packages import package_version
 
 if TYPE_CHECKING:

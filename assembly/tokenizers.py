@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from redraft import names
 from redraft.assembly.tokenizer_conversion import VOCABULARIES, load_tokenizer, vocabulary_file, write_tokenizer
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export.checkpoint import AnyCheckpoint
-from redraft.export.gguf_checkpoint import GgufCheckpoint
-from redraft.export.json_files import DOWNLOAD_AGAIN, read_json_object
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint, read_json_object
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -100,7 +99,7 @@ class Tokens:
     def of(cls, checkpoint: AnyCheckpoint) -> Tokens:
         """Read a checkpoint's tokens. Raises CheckpointError if it has no tokenizer, or like `load_tokenizer`."""
         if isinstance(checkpoint, GgufCheckpoint):
-            from redraft.export.gguf_text import read_tokens
+            from redraft.export.gguf.tokenizer import read_tokens
 
             return cls(*read_tokens(checkpoint.header))
         tokenizer = load_tokenizer(checkpoint.path, _read(checkpoint.path / "tokenizer_config.json"))

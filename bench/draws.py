@@ -21,11 +21,11 @@ from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.controllers import ADAPTIVE
 from redraft.runtime.cycle import Cycle, controller_of
-from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.offers import Speculation
-from redraft.runtime.recent import Recent
 from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling.noise import draft_noise
 from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.steps import LruCache
 from redraft.runtime.tree import chain, root_only
 from redraft.types import Budget, FloatArray, OfferKind, Outcome, Tree
 
@@ -132,9 +132,9 @@ class _Place:
         self._controller = controller_of([seq])
         self._kept = seq.sampler, seq.noise, copy.copy(seq.control), _copies(seq)
         stored = max(64, _STORED_BYTES // (40 * self._verifier.vocabulary))
-        self._rows: Recent[int, FloatArray] = Recent(stored)
-        self._distributions: Recent[int, Distribution] = Recent(stored)
-        self._trees: Recent[tuple[bytes, bytes], FloatArray] = Recent(stored)
+        self._rows: LruCache[int, FloatArray] = LruCache(stored)
+        self._distributions: LruCache[int, Distribution] = LruCache(stored)
+        self._trees: LruCache[tuple[bytes, bytes], FloatArray] = LruCache(stored)
         (logits,) = self._logits(root_only(seq.tokens[-1]))
         self.root = self._distribution(logits)
 
@@ -163,7 +163,7 @@ class _Place:
 
     def after(self, token: int) -> Distribution:
         """Return the distribution of the token after this one."""
-        return self._distributions.get(token) or self._distributions.add(token, self._distribution(self._row(token)))
+        return self._distributions.get(token, lambda: self._distribution(self._row(token)))
 
     def _tree(self, seed: int) -> tuple[Tree, OfferKind]:
         """Draft with another seed from the state at the beginning."""
@@ -185,8 +185,7 @@ class _Place:
     def _tree_logits(self, tree: Tree) -> FloatArray:
         """Return the logits of a tree. Lookups draft the same one every time."""
         key = tree.tokens.tobytes(), tree.parents.tobytes()
-        rows = self._trees.get(key)
-        return self._trees.add(key, self._logits(tree)) if rows is None else rows
+        return self._trees.get(key, lambda: self._logits(tree))
 
     def _row(self, token: int) -> FloatArray:
         """Return the logits after a token that follows the root."""

@@ -21,15 +21,13 @@ from redraft.engines.device import Device
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, scheduler
 from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cost import MEASURED_KV_LEN, measure_curve
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.measurements import MEASURED_KV_LEN, measure_curve
 from redraft.runtime.offers import Speculation
-from redraft.runtime.ranges import STEP, WAIT
-from redraft.runtime.sampling.greedy import Greedy
-from redraft.runtime.sampling.sampler import Sampler
+from redraft.runtime.profiling import STEP, WAIT, Recording
+from redraft.runtime.sampling.sampler import Greedy, Sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import Acceptance, SyntheticAcceptance, SyntheticDrafter
-from redraft.runtime.watchers import Recording
 
 SIZES = (1, 2, 4, 8, 13, 16, 32, 64)
 PLAIN_WANTED, SPECULATIVE_WANTED = 0.8, 0.9

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from redraft.errors import UsageError
-from redraft.runtime.ranges import ENGINE, FIELDS, STEP
-from redraft.runtime.watchers import Recorded
+from redraft.runtime.profiling import ENGINE, FIELDS, STEP, Recorded
 
 HEADER = ("range", "calls", "total ms", "mean ms", "p50 ms", "p99 ms", "share")
 METRICS = ("draft", "verify", "resample")

@@ -18,7 +18,7 @@ from redraft.errors import RedraftError, UsageError
 
 if TYPE_CHECKING:
     from redraft.runtime import Generation, Runtime, SamplingParams
-    from redraft.runtime.pieces import Pieces
+    from redraft.runtime.generation import Pieces
 
 PROMPT = "> "
 COMMANDS = {

@@ -9,8 +9,9 @@ from pathlib import Path
 from redraft.bench.environment import processor_name
 from redraft.cli.doctor import Finding
 from redraft.runtime import Runtime
-from redraft.runtime.cost import SIZES, CostCurve
+from redraft.runtime.cost import CostCurve
 from redraft.runtime.exactness import measure_exactness
+from redraft.runtime.measurements import SIZES
 
 CostsMs = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Milliseconds by `measured` or `believed`, sequences, and nodes of a tree."""
@@ -47,7 +48,7 @@ def examine_engines(engines: Path, max_num_seqs: int, verify: bool | None = None
     with Runtime.open(engines, max_num_seqs=max_num_seqs, verify=verify) as runtime:
         costs = {
             "measured": _by_size(runtime.costs.measured),
-            "believed": _by_size({n: runtime.costs.believed[n] for n in runtime.costs.measured}),
+            "believed": _by_size({n: runtime.costs.estimated[n] for n in runtime.costs.measured}),
         }
         return BundleFindings(_exactness(runtime), costs)
 
@@ -60,7 +61,9 @@ def _exactness(runtime: Runtime) -> Finding:
     found = measure_exactness(verifier)
     if found.holds:
         rows = (
-            "" if verifier.fewest_rows == 1 else "; a single row is computed as two, since its kernel rounds otherwise"
+            ""
+            if verifier.steps.fewest_rows == 1
+            else "; a single row is computed as two, since its kernel rounds otherwise"
         )
         return Finding(
             "exact texts", "ok", f"{found.compared} logits agree to the bit, however they are computed{rows}"

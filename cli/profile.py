@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from redraft.bench.roofline import Roofline
     from redraft.bench.stages import Profile
     from redraft.runtime import Generation
-    from redraft.runtime.ranges import Watcher
+    from redraft.runtime.profiling import RangeListener
 
 
 WARM_UPS_ON_DEVICE = 2
@@ -105,7 +105,7 @@ def refuse(options: list[str]) -> None:
 def emit(asked: Asked) -> None:
     """Decode once while NVIDIA's tools record."""
     from redraft.cli.nsys import CAPTURED
-    from redraft.runtime.watchers import Nvtx
+    from redraft.runtime.profiling import Nvtx
 
     with ExitStack() as stack:
         watcher = Nvtx()
@@ -141,7 +141,7 @@ def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
     """Return the profile of a run recorded in this process; its trace is written to `out`."""
     from redraft.bench.environment import environment, usable_threads
     from redraft.bench.stages import profile as summed
-    from redraft.runtime.watchers import Recording
+    from redraft.runtime.profiling import Recording
 
     if out is not None:
         check_writable(out)
@@ -186,7 +186,7 @@ class Decoded:
     caveats: tuple[str, ...]
 
 
-def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> Decoded:
+def decode(asked: Asked, stack: ExitStack, watcher: RangeListener, around: str | None = None) -> Decoded:
     """Decode the prompt to warm up, twice on a device, then inside of a range `around` while `watcher` records it."""
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams

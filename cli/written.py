@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from redraft.runtime.pieces import Piece
+    from redraft.runtime.generation import Piece
 
 STYLES = {"verifier": "", "lookup": "green", "drafter": "cyan"}
 WORDS = {"verifier": "by the model itself", "lookup": "looked up in the text", "drafter": "drafted"}
-"""What the origins of `redraft.runtime.pieces` mean, in the order in which users see them."""
+"""What the origins of `redraft.runtime.generation` mean, in the order in which users see them."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 
 

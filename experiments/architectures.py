@@ -38,7 +38,7 @@ from experiments import check
 from experiments.checkpoints import architectures
 from experiments.variants import VARIANTS
 from redraft.bench.environment import environment
-from redraft.export.quiet import quiet_export
+from redraft.export import quiet_export
 
 KEPT = Path("build/architectures.jsonl")
 LIMIT_SECONDS = 900

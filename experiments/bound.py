@@ -21,7 +21,7 @@ from redraft.bench.compare import Settings, compare
 from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
 from redraft.runtime import Runtime, SamplingParams
-from redraft.runtime.cost import measure_curve
+from redraft.runtime.measurements import measure_curve
 
 
 def main() -> dict[str, Any]:

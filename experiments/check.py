@@ -26,7 +26,7 @@ from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import open_verifier

@@ -34,11 +34,7 @@ from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.controllers.confidence import Confidence
-from redraft.runtime.controllers.gammatune import GammaTune, GammaTunePlus
-from redraft.runtime.controllers.heuristic import Heuristic
-from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.controllers.svip import Svip
+from redraft.runtime.controllers.rules import Confidence, GammaTune, GammaTunePlus, Heuristic, LengthRule, Svip
 from redraft.runtime.drafters import split_pair
 
 GRID: dict[str, Sequence[Any]] = {

@@ -26,7 +26,7 @@ from redraft.bench.environment import environment
 from redraft.engines import Bundle, open_bundle, open_calls
 from redraft.engines.calls import Calls
 from redraft.engines.onnxruntime_backend import bound_call
-from redraft.export.quiet import quiet_export
+from redraft.export import quiet_export
 
 KV_ROWS = 200
 CAPACITY = 512

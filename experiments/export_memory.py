@@ -45,9 +45,9 @@ EXPORT = (
     + """
 import torch, transformers, onnxscript
 from pathlib import Path
-from redraft.export.checkpoint import Checkpoint
+from redraft.export import quiet_export
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.verifier import export_verifier
-from redraft.export.quiet import quiet_export
 quiet_export()
 before = peak_bytes()["VmRSS"]
 export_verifier(Checkpoint.open(sys.argv[1]), Path(sys.argv[2]))

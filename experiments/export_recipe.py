@@ -24,13 +24,14 @@ from redraft import names
 from redraft.bench.environment import environment
 from redraft.cpus import default_threads
 from redraft.engines.recipes import Recipe, load_recipe
-from redraft.export import support, tracing
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.checkpoint.weight_files import STORED
 from redraft.export.drafters.checkpoint import CONFIG_FILE as DRAFTER_CONFIG
 from redraft.export.drafters.checkpoint import TOKEN_COUNTS, WEIGHTS_FILE, Identity
 from redraft.export.drafters.lyanna import LyannaDrafter, configuration_of
-from redraft.export.weight_files import STORED
+from redraft.export.graph import tracing
 from redraft.methods.lyanna import METHOD
 
 SHARD_BYTES = 5_000_000_000
@@ -63,7 +64,7 @@ def write_model(folder: Path, recipe: Recipe) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(dict(recipe.shape)))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / names.TOKENIZER_FILE))
-    config = support.load_config(Checkpoint.open(folder, weights=False))
+    config = model_config.load_config(Checkpoint.open(folder, weights=False))
     with tracing.empty_model(Architecture.of(config), 2, names.ELEMENTS[recipe.build.precision]) as network:
         shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
     write_shards(folder, shapes, STORED[recipe.build.precision], SHARD_BYTES)
@@ -73,7 +74,7 @@ def write_drafter(folder: Path, model: Path, recipe: Recipe) -> None:
     """Write a drafter's folder for that checkpoint."""
     folder.mkdir()
     checkpoint = Checkpoint.open(model)
-    verifier = support.load_config(checkpoint)
+    verifier = model_config.load_config(checkpoint)
     options = next((drafter.options for drafter in recipe.build.drafters if drafter.method == METHOD.id), {})
     settings = configuration_of(verifier, verifier.vocab_size, steps=options.get("steps", 0))
     with torch.device("meta"):

@@ -47,9 +47,9 @@ from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter, load_drafter, method_words, split_pair
-from redraft.runtime.drafters.pairing import Pair
+from redraft.runtime.drafters.base import Pair
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tokenizer import Tokenizer
 from redraft.runtime.verifier import Verifier, open_verifier

@@ -19,7 +19,7 @@ CURVE = (1, 2, 4, 8)
 
 def redraft(path: str, work: dict[str, Any]) -> tuple[Decode, Callable[[], dict[str, Any]]]:
     """Plain decoding, and the milliseconds of verifications by nodes."""
-    from redraft.runtime import Runtime, SamplingParams, cost
+    from redraft.runtime import Runtime, SamplingParams, measurements
 
     runtime = Runtime.open(path, threads=work["threads"])
 
@@ -29,7 +29,7 @@ def redraft(path: str, work: dict[str, Any]) -> tuple[Decode, Callable[[], dict[
         return metrics.time_to_first_token_ms / 1e3, time.perf_counter() - start
 
     def more() -> dict[str, Any]:
-        curve = cost.measure_curve(runtime.verifier, CURVE, 3.0).table_ms
+        curve = measurements.measure_curve(runtime.verifier, CURVE, 3.0).table_ms
         return {"costs": {str(size): curve[size] for size in CURVE}}
 
     return decode, more

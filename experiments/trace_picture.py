@@ -17,7 +17,7 @@ from typing import Any
 
 from redraft.bench.command import run
 from redraft.errors import DataError
-from redraft.runtime.ranges import ENGINE, STEP
+from redraft.runtime.profiling import ENGINE, STEP
 
 COLOURS = {
     STEP: "#d9d9d9", "offers": "#8dd3c7", "resample": "#fdb462", "draft": "#80b1d3", "choose": "#bebada",

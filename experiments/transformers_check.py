@@ -19,7 +19,7 @@ from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.statistics import first_difference
 from redraft.bench.summary import NEAR_TIE
-from redraft.export.quiet import quiet_export
+from redraft.export import quiet_export
 from redraft.runtime import Runtime, SamplingParams
 
 METHODS = ("none", "ngram")

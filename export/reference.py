@@ -20,15 +20,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import AnyCheckpoint
-from redraft.export.loading import load_tensors
-from redraft.export.stored_tensor import StoredTensor, evaluate
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.loading import load_tensors
+from redraft.export.checkpoint.model_config import load_config
+from redraft.export.checkpoint.stored_tensor import StoredTensor, evaluate
 from redraft.export.streaming import running, streamed_model
-from redraft.export.support import load_config
 
 if TYPE_CHECKING:
-    from redraft.export.calibrate import Calibrator
+    from redraft.export.quantization.calibrate import Calibrator
     from redraft.export.verifier import TracedVerifier
 
 LEAST_LAYERS = 2

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import DOWNLOAD_AGAIN, AnyCheckpoint
-from redraft.export.loading import LoadedTensors, fill_buffers
-from redraft.export.stored_tensor import StoredTensor, evaluate
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint
+from redraft.export.checkpoint.loading import LoadedTensors, fill_buffers
+from redraft.export.checkpoint.stored_tensor import StoredTensor, evaluate
 
 READERS = 2
 """Threads that read and dequantize the tensors of one layer."""

@@ -14,11 +14,11 @@ import onnx_ir as ir
 
 from redraft import names
 from redraft.config import Precision
-from redraft.export import dequantize
-from redraft.export.product_forms import ProductPlan
-from redraft.export.products import quantize_products, use_shared
-from redraft.export.sources import AnySource
-from redraft.export.weight_files import FOLDER, ONNX_TYPES, STORED, NewTensor, Progress, write
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import FOLDER, ONNX_TYPES, STORED, NewTensor, Progress, write
+from redraft.export.quantization import dequantize
+from redraft.export.quantization.product_forms import ProductPlan
+from redraft.export.quantization.products import quantize_products, use_shared
 from redraft.names import WeightRef
 
 IN_PLACE_FROM = 0.5

@@ -1,7 +1,7 @@
 """Constants of the noise of sampling, which is computed in NumPy and in graphs.
 
-`redraft.runtime.sampling.noise` describes the hash and the noise, and `redraft.export.noise` is its graph form. The
-hashes of a row are the same bits in both. Two libraries may round v and the logarithms differently. The verifier's
+`redraft.runtime.sampling.noise` describes the hash and the noise, and `redraft.export.graph.noise` is its graph form.
+The hashes of a row are the same bits in both. Two libraries may round v and the logarithms differently. The verifier's
 noise decides which tokens come out: NumPy's on the host, and on a device the graph's if a request has a temperature
 alone. In a drafter's noise, such a difference costs an accepted token at worst.
 """

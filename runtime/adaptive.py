@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections import abc, defaultdict
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from math import exp
 
-from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
+from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration, best_first, ranked_shares
 from redraft.runtime.controller import Call, merged_ready
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.draft_noise import NoiseKind
 from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
+from redraft.runtime.sampling.noise import NoiseKind
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import cut, merge, pinned_nodes, root_only
-from redraft.types import NO_SPECULATION, BoolArray, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree
+from redraft.types import NO_SPECULATION, Budget, Choice, Costs, OfferKind, Outcome, Tree
 
 MAX_DEPTH = 16
 LONGEST_PAUSE = 32
@@ -87,10 +86,10 @@ class ControllerState:
     gains: dict[OfferKind, float] = field(default_factory=dict)
     tried: bool = False
     probed: bool = False
-    shares: Several[float] = ()
-    together: tuple[float, Several[float]] | None = None
+    shares: abc.Sequence[float] = ()
+    together: tuple[float, abc.Sequence[float]] | None = None
     least: int = 0
-    weighed: tuple[Tree, Tree, Several[float] | None] | None = None
+    weighed: tuple[Tree, Tree, abc.Sequence[float] | None] | None = None
     waiting: int = 0
     pause: int = 0
     since_fresh: int = 0
@@ -124,7 +123,7 @@ class Adaptive:
 
     def __init__(self, verifying: VerifyCosts) -> None:
         self._verifying = verifying
-        self._table: Several[float] = verifying.table_ms(1)
+        self._table: abc.Sequence[float] = verifying.table_ms(1)
         self._priced = self._table
         """The cost table of this step. No size costs less than the largest tree of other controllers."""
         self._made_ms: dict[Call, float] = {}
@@ -138,9 +137,9 @@ class Adaptive:
         self._probed: dict[int, tuple[int, float]] = {}
         self._probes = 0
         self._sequences, self._methods = 1, ""
-        self._records: dict[tuple[str, NoiseKind], MethodRecord] = {}
-        self._depths: dict[tuple[str, OfferKind, NoiseKind], DepthCalibration] = {}
-        self._ranks: dict[tuple[OfferKey, NoiseKind], RankCalibration] = {}
+        self._records: defaultdict[tuple[str, NoiseKind], MethodRecord] = defaultdict(MethodRecord)
+        self._depths: defaultdict[tuple[str, OfferKind, NoiseKind], DepthCalibration] = defaultdict(DepthCalibration)
+        self._ranks: defaultdict[tuple[OfferKey, NoiseKind], RankCalibration] = defaultdict(RankCalibration)
 
     def expect(self, drafter: str, costs: Costs) -> None:
         """Use these costs of a drafter's calls until its calls have been timed."""
@@ -170,7 +169,7 @@ class Adaptive:
         return NO_SPECULATION
 
     def plan(
-        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
+        self, batch: abc.Sequence[Sequence], offers: abc.Sequence[abc.Sequence[Offer]], limits: abc.Sequence[StepLimits]
     ) -> list[Plan]:
         """Select the offer with the largest gain for each sequence."""
         return [
@@ -178,7 +177,7 @@ class Adaptive:
             for seq, offered, limit in zip(batch, offers, limits, strict=True)
         ]
 
-    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
+    def _plan(self, seq: Sequence, offers: abc.Sequence[Offer], limits: StepLimits) -> Plan:
         state = self._state_of(seq)
         lately = state.experience
         rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
@@ -220,12 +219,12 @@ class Adaptive:
         if noise != "drawn":
             brought = self._depths_of(offer, noise).brought
             return replace(budget, share=min(least / max(brought, least), _SURE))
-        shares = self._ranks_of(offer, noise).shares(budget.depth)
+        shares = self._ranks[offer.key, noise].shares(budget.depth)
         paying = next((rank for rank, share in enumerate(shares) if share < least), len(shares))
         return replace(budget, depth=min(budget.depth, paying + 1))
 
     def cut(
-        self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
+        self, batch: abc.Sequence[Sequence], plans: abc.Sequence[Plan], made: abc.Sequence[Tree | None], widest: int = 1
     ) -> list[Tree]:
         """Cut all trees to the number of nodes with the largest gain."""
         self._price(widest)
@@ -294,7 +293,7 @@ class Adaptive:
         Merging them would copy a tree from the device, and would let the size of a tree of draws depend on its draws.
         """
         assert plan.make is not None
-        shares = self._ranks_of(plan.make, state.noise).shares(len(made) - 1)
+        shares = self._ranks[plan.make.key, state.noise].shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.found[1] else plan.found
         if tree is made:
@@ -317,17 +316,7 @@ class Adaptive:
         return size - 1
 
     def _depths_of(self, offer: Offer, noise: NoiseKind) -> DepthCalibration:
-        key = offer.key.drafter, offer.key.kind, noise
-        found = self._depths.get(key)
-        if found is None:
-            found = self._depths[key] = DepthCalibration()
-        return found
-
-    def _ranks_of(self, offer: Offer, noise: NoiseKind) -> RankCalibration:
-        found = self._ranks.get((offer.key, noise))
-        if found is None:
-            found = self._ranks[offer.key, noise] = RankCalibration()
-        return found
+        return self._depths[offer.key.drafter, offer.key.kind, noise]
 
     def explain(self, seq: Sequence) -> Choice | None:
         """Return the inputs of the sequence's latest choice."""
@@ -358,7 +347,7 @@ class Adaptive:
         if plan.make is not None:
             if (made := state.offered) is not None:
                 if made.cut_at_end:
-                    self._ranks_of(plan.make, state.noise).observe(len(tree), outcome.path)
+                    self._ranks[plan.make.key, state.noise].observe(len(tree), outcome.path)
                 else:
                     self._depths_of(plan.make, state.noise).observe(made, outcome.tokens)
                 state.offered = None
@@ -402,10 +391,7 @@ class Adaptive:
         state: ControllerState | None = seq.control
         if state is None:
             noise = seq.noise.kind
-            key = seq.speculation.method, noise
-            record = self._records.get(key)
-            if record is None:
-                record = self._records[key] = MethodRecord()
+            record = self._records[seq.speculation.method, noise]
             known = record.experience
             state = ControllerState(Experience(known.tokens, known.plain_steps), record, noise, dict(record.gain))
             seq.control = state
@@ -422,29 +408,3 @@ def _without_outlier(taken_ms: float, known_ms: float) -> float:
 
 def _near(ratio: float, other: float) -> bool:
     return abs(ratio / other - 1) < _NEAR
-
-
-def ranked_shares(log_probs: FloatArray, pinned: BoolArray | None = None) -> list[float]:
-    """Return the probabilities of the nodes after the root, likeliest first, from joint logarithms [n].
-
-    Pinned nodes come before all others.
-    """
-    if pinned is None:
-        return [exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)]
-    ranks = sorted(zip(pinned[1:].tolist(), log_probs[1:].tolist(), strict=True), reverse=True)
-    return [exp(value) for _, value in ranks]
-
-
-def best_first(shares: Several[float], rate: float, table_ms: Several[float], least: int = 0) -> tuple[int, float]:
-    """Return how many of the first nodes are worth verifying, at least the first `least`, and their gain.
-
-    shares: probability of each node to be accepted.   rate: tokens a millisecond.   table_ms: cost by nodes.
-    """
-    best, nodes = 0.0, 0
-    promised = rate * table_ms[1]  # the root's own time costs no tokens
-    for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends the loop
-        promised += share
-        gain = promised - rate * ms
-        if count == least or (count > least and gain > best):
-            best, nodes = gain, count
-    return nodes, best

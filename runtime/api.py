@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import index
 from pathlib import Path
 from types import NoneType
 from typing import IO, Any, Self
@@ -21,28 +21,26 @@ from redraft.errors import UsageError
 from redraft.methods import NONE, UNBUILT, find_method
 from redraft.packages import package_version
 from redraft.runtime import scheduler
-from redraft.runtime.cost import VerifyCosts, keep_costs, load_costs
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.draft_noise import NO_NOISE, draft_noise
 from redraft.runtime.exactness import settle_exactness
-from redraft.runtime.generation import Generation, RequestError
+from redraft.runtime.generation import Generation, Pieces, RequestError
+from redraft.runtime.measurements import load_costs, save_costs
 from redraft.runtime.metrics import summarise
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
-from redraft.runtime.pieces import Pieces
-from redraft.runtime.sampling import make_sampler
+from redraft.runtime.prompts import Prompt, PromptEncoder
+from redraft.runtime.sampling import make_sampler, model_sampling
 from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
-from redraft.runtime.sampling.defaults import model_sampling
+from redraft.runtime.sampling.noise import NO_NOISE, draft_noise
 from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.speculators import Speculators
+from redraft.runtime.speculation import SpeculationFactory
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance
 from redraft.runtime.tokenizer import Detokenizer, Tokenizer
 from redraft.runtime.trace import TraceWriter
 from redraft.runtime.verifier import Verifier, open_verifier
 
-Prompt = str | Sequence[int]
-"""Text, or token ids that are used unchanged."""
 GREEDY = SamplingParams()
 MOST_THREADS = 1024
 """Most threads of an engine. ONNX Runtime starts any number, which takes minutes for a hundred thousand."""
@@ -68,8 +66,10 @@ class Runtime:
         self._bundle = bundle
         self._identity = identity or {}
         self._exact = exact
-        self._kept_steps = 0
-        self._speculators = Speculators(verifier, costs, drafter_options or {}, bundle, self._identity, self.exact)
+        self._saved_steps = 0
+        self._speculation = SpeculationFactory(
+            verifier, costs, drafter_options or {}, bundle, self._identity, self.exact
+        )
         self._busy = threading.Lock()
 
     @classmethod
@@ -92,8 +92,8 @@ class Runtime:
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, for more than MOST_THREADS,
         or an unknown device.
         """
-        for name, value in (("max_num_seqs", max_num_seqs), ("threads", 1 if threads is None else threads)):
-            if value < 1:
+        for name, value in (("max_num_seqs", max_num_seqs), ("threads", threads)):
+            if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
         if threads is not None and threads > MOST_THREADS:
             raise UsageError(
@@ -114,18 +114,8 @@ class Runtime:
         identity = _identity(bundle, opened, threads, max_num_seqs)
         if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)
-        costs = load_costs(verifier, identity)
-        return cls(
-            verifier,
-            tokenizer,
-            costs,
-            manifest.max_model_len,
-            manifest.eos_token_ids,
-            drafter_options,
-            bundle,
-            identity,
-            exact,
-        )
+        costs, rows, eos = load_costs(verifier, identity), manifest.max_model_len, manifest.eos_token_ids
+        return cls(verifier, tokenizer, costs, rows, eos, drafter_options, bundle, identity, exact)
 
     @property
     def exact(self) -> bool:
@@ -135,12 +125,12 @@ class Runtime:
     @property
     def default_method(self) -> str:
         """The default method: n-gram lookup with the bundle's first drafter, else lookup alone."""
-        return self._speculators.default_method
+        return self._speculation.default_method
 
     @property
     def methods(self) -> tuple[str, ...]:
         """All values of `method` that this bundle supports."""
-        return self._speculators.methods
+        return self._speculation.methods
 
     def model_sampling(self, **given: Any) -> SamplingParams:
         """Return `SamplingParams(**given)` with the model's own defaults for sampling parameters that are not given.
@@ -158,18 +148,18 @@ class Runtime:
 
     def close(self) -> None:
         """Release the engine and its buffers. Closing again does nothing."""
-        self._speculators.close()
+        self._speculation.close()
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             try:
-                self._keep_costs(1)
+                self._save_costs(1)
             finally:
                 verifier.close()
 
-    def _keep_costs(self, steps: int) -> None:
+    def _save_costs(self, steps: int) -> None:
         """Save the estimated costs for the next opening, if at least `steps` steps have corrected them since."""
-        if self._identity and self.costs.steps - self._kept_steps >= steps:
-            self._kept_steps = self.costs.steps
-            keep_costs(self.costs, self._identity)
+        if self._identity and self.costs.steps - self._saved_steps >= steps:
+            self._saved_steps = self.costs.steps
+            save_costs(self.costs, self._identity)
 
     def _check_open(self) -> None:
         """Raise UsageError if the runtime is closed."""
@@ -209,7 +199,7 @@ class Runtime:
             cycle, requests = self.cycle(prompts, params, speculation, forced, record_logit_margins, trace)
             for _ in scheduler.run(cycle, requests):
                 pass
-            self._keep_costs(_SAVE_STEPS)
+            self._save_costs(_SAVE_STEPS)
         generations = [self._generation(request, forced is not None) for request in requests]
         if any(generation.error for generation in generations):
             raise RequestError(generations)
@@ -222,7 +212,7 @@ class Runtime:
         """
         with self._running():
             self.verifier.warm()
-            self._speculators.choose(SpeculationParams(method), False)
+            self._speculation.choose(SpeculationParams(method), False)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
@@ -276,7 +266,7 @@ class Runtime:
         """
         check_tenant(tenant)
         with self._running():
-            self._speculators.forget(tenant)
+            self._speculation.forget(tenant)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
@@ -285,27 +275,22 @@ class Runtime:
         prompt that is empty without a BOS token, fills the context, or has an id past the vocabulary.
         """
         self._check_open()
-        if isinstance(prompt, str):
-            self._check_length(prompt, "prompt")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = _ids(prompt) or self.tokenizer.encode("")
-        if not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
-            raise UsageError(
-                f"the prompt has token ids from {min(ids)} to {max(ids)}, the model knows 0 to "
-                f"{self.verifier.vocabulary - 1}",
-                "use the tokenizer that belongs to the model",
-            )
-        if len(ids) >= self.max_model_len:
-            raise UsageError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.max_model_len}, a new token included",
-                "shorten the prompt",
-            )
-        return ids
+        return self._prompts.encode(prompt)
 
-    def _running(self) -> _GenerationLock:
+    @cached_property
+    def _prompts(self) -> PromptEncoder:
+        return PromptEncoder(self.tokenizer, self.verifier.vocabulary, self.max_model_len)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Lock the runtime for one generation. A second one would share its KV rows, so it is refused."""
         self._check_open()
-        return _GenerationLock(self._busy)
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("another generation of this runtime is still running", "finish or close it first")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def cycle(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
@@ -321,7 +306,7 @@ class Runtime:
         speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
         self.verifier.warm()
         keys = [(how, one.constraint is not None) for how, one in zip(speculating, sampling, strict=True)]
-        plans = {key: self._speculators.choose(*key, forced) for key in dict.fromkeys(keys)}
+        plans = {key: self._speculation.choose(*key, forced) for key in dict.fromkeys(keys)}
         requests = [
             self._request(prompt, one, plans[key], key[0], forced, record_logit_margins)
             for prompt, one, key in zip(prompts, sampling, keys, strict=True)
@@ -369,37 +354,10 @@ class Runtime:
             tenant=asked.tenant,
         )
         if asked.prediction is not None:
-            self._speculators.predicted.predict(request, self._prediction(asked.prediction))
+            self._speculation.predicted.predict(request, self._prompts.encode_prediction(asked.prediction))
         if constraint is not None:
-            self._speculators.forced.constrain(request, constraint)
+            self._speculation.forced.constrain(request, constraint)
         return request
-
-    def _check_length(self, text: str, name: str) -> None:
-        """Raise UsageError, before encoding, for a text that is too long for the context with any tokens."""
-        if len(text) > self.max_model_len * self.tokenizer.longest_token:
-            raise UsageError(
-                f"the {name} has {len(text)} characters and the context holds {self.max_model_len} tokens",
-                f"shorten the {name}",
-            )
-
-    def _prediction(self, prediction: Prompt) -> list[int]:
-        """Return the token ids of a predicted output, without a BOS token. Raises UsageError."""
-        if isinstance(prediction, str):
-            self._check_length(prediction, "prediction")
-            ids = self.tokenizer.encode(prediction, False, "prediction") if prediction else []
-        else:
-            ids = list(prediction)
-        if ids and not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
-            raise UsageError(
-                f"the prediction has token ids from {min(ids)} to {max(ids)}, the model knows 0 to "
-                f"{self.verifier.vocabulary - 1}"
-            )
-        if len(ids) > self.max_model_len:
-            raise UsageError(
-                f"the prediction has {len(ids)} tokens and the context holds {self.max_model_len}",
-                "shorten the prediction",
-            )
-        return ids
 
     def _generation(self, request: Request, synthetic: bool) -> Generation:
         tokens = request.new_tokens
@@ -446,30 +404,6 @@ def _check_options(options: Mapping[str, Mapping[str, Any]] | None, bundle: Bund
                 f"this bundle has no drafter {name!r} to give options", f"choose one of {', '.join(known)}"
             )
         find_method(known[name]).parse_options(values)
-
-
-def _ids(prompt: Sequence[int]) -> list[int]:
-    """Return the token ids. Raises UsageError for any other value."""
-    try:
-        if isinstance(prompt, bytes):
-            raise TypeError
-        return [index(token) for token in prompt]
-    except TypeError:
-        raise UsageError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}") from None
-
-
-class _GenerationLock:
-    """Locks the runtime for one generation. A second one would share its KV rows, so it is refused."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise UsageError("another generation of this runtime is still running", "finish or close it first")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _identity(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> dict[str, str | int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +15,9 @@ from redraft.runtime.device_tree import DeviceTree, TreeStore
 from redraft.runtime.sampling.sampler import OverTokens, accept, at_token
 from redraft.runtime.sampling.truncation import no_numbers
 from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.steps import FeatureReader, Pending
 from redraft.runtime.tree import root_only
 from redraft.types import NOT_REACHED, FloatArray, IntArray, Outcome, Tree
-
-if TYPE_CHECKING:
-    from redraft.runtime.verifier import FeatureReader
-
 
 KV_RANK = 4
 """Rank of the buffers [B, H, C, D], whose rows are in axis 2."""
@@ -34,13 +30,18 @@ class StepBuffers:
     """
 
     def __init__(
-        self, device: Device, programs: dict[str, Program], state: Mapping[str, Buffer], store: TreeStore
+        self,
+        device: Device,
+        programs: dict[str, Program],
+        state: Mapping[str, Buffer],
+        store: TreeStore,
+        readers: list[FeatureReader],
     ) -> None:
         self.device = device
         self.programs = programs
         self.state = state
         self.store = store
-        self.readers: list[FeatureReader] = []
+        self.readers = readers
         self._largest: dict[str, Buffer] = {}
 
     def program(self, name: str) -> Program:
@@ -155,7 +156,7 @@ class BoundStep:
                 runs.append(gathered(self._shared.program(names.STEP_GATHER_FEATURES), features, path, pending, offset))
         return runs
 
-    def _set_offsets(self, pending: Sequence[Sequence[int] | None]) -> None:
+    def _set_offsets(self, pending: Pending) -> None:
         """Set the position of each reader's gathered rows. Rows without a reader go to the front."""
         for of_reader, offsets in zip(self._offsets, pending, strict=True):
             for place in range(len(of_reader)):  # one by one is faster than from a list
@@ -207,9 +208,8 @@ class BoundTreeStep(BoundStep):
         return chain([*runs, *self._after]), chain(runs)
 
     def fill(
-        self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None],
-        batch: Sequence[Request] = (),
-    ) -> None:  # fmt: skip
+        self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
+    ) -> None:
         """Set the inputs of the next run. Raises ValueError for a tree that was drafted for another slot."""
         values = self.host_inputs.open()
         self._next = self._greedy
@@ -303,7 +303,7 @@ class BoundPrefill(BoundStep):
             runs += self._gathering(path)
         self.run = device.chain([*runs, self._accept_output.fetch])
 
-    def fill(self, tokens: IntArray, start: int, pending: Sequence[Sequence[int] | None]) -> None:
+    def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
         """Set the inputs of the next run. Padding continues the chain."""
         values, count = self.host_inputs.open(), len(tokens)
         values[names.TOKEN_IDS][0, :count] = tokens

@@ -12,7 +12,7 @@ from redraft.runtime.controllers.mixed import Controllers
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.offers import NO_TREE, Offer, Plan, Speculation, StepLimits
-from redraft.runtime.ranges import STEP
+from redraft.runtime.profiling import STEP
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
 from redraft.runtime.tree import root_only

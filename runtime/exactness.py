@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
+from redraft.runtime.measurements import Identity, figures_file, read_figures, write_figures
 from redraft.runtime.tree import chain, exact_part
 from redraft.runtime.verifier import Verifier
 from redraft.types import DraftTree, FloatArray, IntArray
@@ -55,17 +55,17 @@ def settle_exactness(verifier: Verifier, identity: Identity) -> Exactness:
     The result is measured once for this `identity` on this machine and saved. It overwrites KV rows, so no request
     may be running.
     """
-    path = kept_file({**identity, "exactness": verifier.branches})
-    kept = read_kept(path)
+    path = figures_file({**identity, "exactness": verifier.branches})
+    kept = read_figures(path)
     found = _parsed(kept) if kept else None
     if kept and found:
-        verifier.fewest_rows = kept["fewest_rows"]
+        verifier.steps.fewest_rows = kept["fewest_rows"]
         return found
     found = measure_exactness(verifier)
     if SINGLE_ROW in found.differences:
-        verifier.fewest_rows = 2
+        verifier.steps.fewest_rows = 2
         found = measure_exactness(verifier)
-    write_kept(path, {"fewest_rows": verifier.fewest_rows, **asdict(found)})
+    write_figures(path, {"fewest_rows": verifier.steps.fewest_rows, **asdict(found)})
     return found
 
 

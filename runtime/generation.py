@@ -1,15 +1,21 @@
-"""The result of a request."""
+"""The result of a request, and its text as it is written: each token with the part of the step that it came from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime.metrics import Metrics
-from redraft.runtime.sampling.logprobs import TokenLogprobs
-from redraft.runtime.sequence import FinishReason
+from redraft.runtime.offers import Plan
+from redraft.runtime.sampling.truncation import TokenLogprobs
+from redraft.runtime.sequence import FinishReason, Sequence
+from redraft.runtime.tokenizer import Detokenizer
+from redraft.types import Outcome, Tree
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Generation:
                    and ends before a stop string and before an unfinished character.
     logit_margins: lead of each token's logit over the second largest, if the caller asked for it. Above temperature 0,
                    of its logit over temperature with noise.
-    logprobs:      of each token, if the request asked for them (`redraft.runtime.sampling.logprobs`).
+    logprobs:      of each token, if the request asked for them (`redraft.runtime.sampling.truncation`).
     error:         why the request failed after these tokens, with the finish reason `error`.
     """
 
@@ -48,10 +54,82 @@ class Generation:
 class RequestError(UsageError):
     """Some requests failed while they ran. `generations` has the results of all: the others ended normally."""
 
-    def __init__(self, generations: Sequence[Generation]) -> None:
+    def __init__(self, generations: abc.Sequence[Generation]) -> None:
         failed = [(number, one.error) for number, one in enumerate(generations, 1) if one.error is not None]
         number, error = failed[0]
         name = f"prompt {number}, " if len(generations) > 1 else ""
         others = f" (and {len(failed) - 1} more prompts failed)" if len(failed) > 1 else ""
         super().__init__(f"{name}{error.message}{others}", error.hint)
         self.generations = tuple(generations)
+
+
+class Origin(StrEnum):
+    """The source of a token: the verifier itself, or an accepted draft of known text or of a drafter."""
+
+    VERIFIER = "verifier"
+    LOOKUP = "lookup"
+    DRAFTER = "drafter"
+
+
+class Piece(NamedTuple):
+    """New text of one token; empty if the token only begins a character, or may begin a stop string."""
+
+    text: str
+    origin: Origin
+
+
+def origins(plan: Plan, tree: Tree, outcome: Outcome) -> list[Origin]:
+    """Return the origin of each of a step's tokens.
+
+    A drafted node that the lookup had too counts for the lookup, as in `redraft.runtime.trace`. A tree on a device is
+    all a drafter's.
+    """
+    if plan.make is None or tree.on_device:
+        drafted = Origin.LOOKUP if plan.make is None else Origin.DRAFTER
+        return [drafted] * len(outcome.path) + [Origin.VERIFIER] * (len(outcome.tokens) - len(outcome.path))
+    known = list(zip(plan.found.parents.tolist(), plan.found.tokens.tolist(), strict=True))
+    node, found = 0, []
+    for token in outcome.tokens[: len(outcome.path)]:
+        node = known.index((node, token)) if (node, token) in known else -2  # -2 is no node's parent
+        found.append(Origin.LOOKUP if node > 0 else Origin.DRAFTER)
+    return [*found, *[Origin.VERIFIER] * (len(outcome.tokens) - len(found))]
+
+
+class Pieces:
+    """A running request. Iterating decodes it and yields its pieces, once; `generation` is its result afterwards.
+
+    Raises RequestError after the last piece of a request that failed, which has no result.
+    """
+
+    generation: Generation | None = None
+
+    def __init__(
+        self, request: Sequence, text: Detokenizer, steps: Iterator[None], finish: Callable[[], Generation]
+    ) -> None:
+        """steps: one verification a step.   finish: the request's result; raises RequestError."""
+        self._request = request
+        self._text = text
+        self._steps = steps
+        self._finish = finish
+        self._origins = [Origin.VERIFIER]  # of the first token, and then of each step's
+
+    def record(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
+        """Keep the origins of a step's tokens. Set it as the `record` of the cycle."""
+        self._origins = origins(plan, tree, outcome)
+
+    def stop(self) -> None:
+        """End the text after the step that has just been yielded."""
+        self._request.finish_reason = self._request.finish_reason or "stop"
+
+    def __iter__(self) -> Iterator[Piece]:
+        request, text = self._request, self._text
+        seen = request.prompt_length
+        for _ in self._steps:
+            made = request.tokens[seen:]
+            for token, origin in zip(made, [*self._origins, *repeat(Origin.VERIFIER, len(made))], strict=False):
+                seen += 1
+                text.push(token)
+                last = request.finish_reason is not None and seen == len(request.tokens)
+                yield Piece(text.take(last), origin)
+            self._origins = []  # a step whose request fails records none
+        self.generation = self._finish()

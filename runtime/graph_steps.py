@@ -17,20 +17,15 @@ of both would begin later. A draft writes its trees to the `TreeStore`, so that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from redraft import names, signatures
 from redraft.engines.device import Array, Device, byte_size
 from redraft.engines.host_buffer import array_of
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep, StepBuffers, slot_copy
 from redraft.runtime.device_tree import TreeStore
-from redraft.runtime.limits import Limits
-from redraft.runtime.recent import Recent
+from redraft.runtime.steps import Limits, Steps
 from redraft.signatures import VerifierShape
 from redraft.types import Tree
-
-if TYPE_CHECKING:
-    from redraft.runtime.verifier import FeatureReader
 
 GRAPHS = (
     names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_ACCEPT_SAMPLED, names.STEP_COMPACT_KV,
@@ -41,15 +36,11 @@ MOST_PREFILLS = 64
 """Most shapes of prompt chunks in memory, by width and slot."""
 
 
-class GraphSteps:
-    """Steps of a device with graphs, as `redraft.runtime.verifier.Steps`."""
-
-    branches = True
-    prefers_chains = False
+class GraphSteps(Steps):
+    """Steps of a device with graphs."""
 
     def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
-        self.fewest_rows = 1
-        self._device = device
+        super().__init__(MOST_STEPS, MOST_PREFILLS, device.wait)
         self._limits = limits
         slot_rows = names.kv_rows(limits.max_model_len)
         rows = limits.max_num_seqs * slot_rows * shape.kv_heads * shape.head_dim
@@ -71,33 +62,8 @@ class GraphSteps:
             if spec.name in set(caches)
         }
         self.store = TreeStore(device, limits.max_num_seqs, limits.drafted_tree)
-        self._buffers = StepBuffers(device, programs, state, self.store)
-        self._trees: Recent[tuple[int, int], BoundTreeStep] = Recent(MOST_STEPS, device.wait)
-        self._prefills: Recent[tuple[int, int], BoundPrefill] = Recent(MOST_PREFILLS, device.wait)
+        self._buffers = StepBuffers(device, programs, state, self.store, self.readers)
         self._copy_slot = slot_copy(device, names.STEP_COPY_SLOT, state)
-
-    def attach(self, reader: FeatureReader) -> None:
-        """Gather features for a reader from now on. Existing steps are dropped."""
-        self._buffers.readers.append(reader)
-        self.forget()
-
-    def detach(self, reader: FeatureReader) -> None:
-        """Stop gathering for a reader. Existing steps are dropped."""
-        self._buffers.readers.remove(reader)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop all steps, with their buffers."""
-        self._trees.clear()
-        self._prefills.clear()
-
-    def close(self) -> None:
-        """Drop all steps, and release the readers."""
-        self.forget()
-        self._buffers.readers.clear()
-
-    def take_branches(self) -> None:
-        """Do nothing: the engine accepts trees that branch."""
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy all rows of slot `source` to slot `target`."""
@@ -110,12 +76,14 @@ class GraphSteps:
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> BoundTreeStep:
         """Return the step for such trees, from any drafter."""
         key = len(trees), self._width(len(trees), max(map(len, trees)), max(cache_len))
-        return self._trees.get(key) or self._trees.add(key, BoundTreeStep(self._buffers, *key))
+        step: BoundTreeStep = self._trees.get(key, lambda: BoundTreeStep(self._buffers, *key))
+        return step
 
     def prefill(self, width: int, slot: int) -> BoundPrefill:
         """Return the step for chunks of `width` tokens in a slot."""
         key = width, slot
-        return self._prefills.get(key) or self._prefills.add(key, BoundPrefill(self._buffers, *key))
+        step: BoundPrefill = self._prefills.get(key, lambda: BoundPrefill(self._buffers, *key))
+        return step
 
     def _width(self, sequences: int, nodes: int, cache_len: int) -> int:
         """Return the width of the smallest call that fits trees of `nodes` nodes."""

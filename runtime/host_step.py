@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,36 +18,29 @@ from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
 from redraft.engines.host_buffer import HostBuffer, aligned_zeros, array_of
 from redraft.engines.host_device import HostDevice
 from redraft.engines.huge_pages import LARGE_PAGE_BYTES
-from redraft.runtime.limits import Limits
-from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.steps import Limits, LruCache, Pending, Steps
 from redraft.runtime.tree import Layout, is_chain, layout, root_only
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, FloatArray, IntArray, Outcome, Tree
 
-if TYPE_CHECKING:
-    from redraft.runtime.verifier import FeatureReader
-
-Pending = Sequence[Sequence[int] | None]
-"""Rows that are already pending, by reader and sequence; None if a reader reads nothing."""
+MOST_STEPS = 128
+"""Most sizes of calls over trees that are stored. Their logits share memory."""
 MOST_PREFILLS = 64
 """Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
 MOST_WIDTHS = 8
 """Most widths of prompt chunks that are stored. Each has a row of logits."""
 
 
-class HostSteps:
-    """Steps of the host, as `redraft.runtime.verifier.Steps`.
+class HostSteps(Steps):
+    """Steps of the host.
 
     An engine without a mask accepts chains only. Trees that branch then need another engine over the same KV buffers,
     which `take_branches` opens, in addition or in place of the first.
     """
 
-    store = None
-
     def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
-        self.fewest_rows = 1
-        self.readers: list[FeatureReader] = []
+        super().__init__(MOST_STEPS, MOST_WIDTHS)
         self.hidden_states = hidden_states
         self._device = device
         self._layers = shape.layers
@@ -63,11 +55,9 @@ class HostSteps:
         self._engine = self._opened(names.VERIFIER)
         touching.join()
         self._logits: FloatArray = np.empty(0, np.float32)
-        self._trees = self._engine if _takes_trees(self._engine) else None
-        self.branches = self._trees is not None
+        self._tree_engine = self._engine if _takes_trees(self._engine) else None
+        self.branches = self._tree_engine is not None
         self.prefers_chains = not self.branches
-        self._made: dict[tuple[int, int, bool], HostStep] = {}
-        self._prefills: Recent[tuple[int, int], HostPrefill] = Recent(MOST_WIDTHS)
 
     def _opened(self, graph: str) -> Calls:
         engine = Calls(self._device.program(graph))
@@ -79,35 +69,17 @@ class HostSteps:
     def take_branches(self) -> None:
         """Open the engine for trees that branch. Raises BackendError if memory does not allow it."""
         one = isinstance(self._device, HostDevice) and not self._device.copies_weights
-        if self._trees is None and not one:
-            self._trees = self._opened(names.VERIFIER_BATCH)
-        elif self._trees is None:
+        if self._tree_engine is None and not one:
+            self._tree_engine = self._opened(names.VERIFIER_BATCH)
+        elif self._tree_engine is None:
             self.forget()
             del self._engine  # before the other loads, so that weights are in memory once
             try:
-                self._engine = self._trees = self._opened(names.VERIFIER_BATCH)
+                self._engine = self._tree_engine = self._opened(names.VERIFIER_BATCH)
             except BaseException:
                 self._engine = self._opened(names.VERIFIER)
                 raise
         self.branches = True
-
-    def attach(self, reader: FeatureReader) -> None:
-        """Gather features for a reader from now on."""
-        self.readers.append(reader)
-
-    def detach(self, reader: FeatureReader) -> None:
-        """Stop gathering for a reader."""
-        self.readers.remove(reader)
-
-    def forget(self) -> None:
-        """Drop all steps, with their arrays."""
-        self._made.clear()
-        self._prefills.clear()
-
-    def close(self) -> None:
-        """Drop all steps, and release the readers."""
-        self.forget()
-        self.readers.clear()
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` rows of slot `source` to slot `target`."""
@@ -121,32 +93,32 @@ class HostSteps:
         """Return the step for such trees."""
         width = max(map(len, trees))
         width = max(width, -(-self.fewest_rows // len(trees)))
-        branched = self._trees is not self._engine and not all(map(is_chain, trees))
+        branched = self._tree_engine is not self._engine and not all(map(is_chain, trees))
         key = (len(trees), width, branched)
-        step = self._made.get(key)
-        if step is None:
-            engine = self._trees if branched else self._engine
-            assert engine is not None, "trees that branch need take_branches first"
-            sizes = _sizes(engine, len(trees), width, width)
-            logits = {names.LOGITS: self._shared_logits(engine, sizes)}
-            step = self._made[key] = HostStep(self, engine.make(sizes, arrays=logits), width)
+        step: HostStep = self._trees.get(key, lambda: self._made(*key))
         return step
+
+    def _made(self, sequences: int, width: int, branched: bool) -> HostStep:
+        """Create a step."""
+        engine = self._tree_engine if branched else self._engine
+        assert engine is not None, "trees that branch need take_branches first"
+        sizes = _sizes(engine, sequences, width, width)
+        logits = {names.LOGITS: self._shared_logits(engine, sizes)}
+        return HostStep(self, engine.make(sizes, arrays=logits), width)
 
     def _shared_logits(self, engine: Calls, sizes: dict[str, int]) -> FloatArray:
         """Return the logits of a step. All steps share their memory: 32 rows of a large vocabulary take 20 MB."""
         (spec,) = (spec for spec in engine.outputs if spec.name == names.LOGITS)
         shape = sized(spec.shape, sizes)
         if self._logits.size < math.prod(shape):
-            self._made.clear()
+            self._trees.clear()
             self._logits = aligned(spec, {**sizes, "R": 1 << (sizes["R"] - 1).bit_length()}).reshape(-1)
         return self._logits[: math.prod(shape)].reshape(shape)
 
     def prefill(self, width: int, slot: int) -> HostPrefill:
         """Return the step for chunks of `width` tokens in a slot. The steps of all slots share arrays."""
-        key = (width, self.fewest_rows)
-        step = self._prefills.get(key)
-        if step is None:
-            step = self._prefills.add(key, HostPrefill(self, self._engine, width, self.fewest_rows))
+        rows = self.fewest_rows
+        step: HostPrefill = self._prefills.get((width, rows), lambda: HostPrefill(self, self._engine, width, rows))
         step.take(slot)
         return step
 
@@ -267,7 +239,7 @@ class HostPrefill(_HostCall):
         self._engine = engine
         self._sizes = _sizes(engine, 1, width, rows)
         self._call = engine.make(self._sizes)
-        self._calls: Recent[int, Call] = Recent(MOST_PREFILLS)
+        self._calls: LruCache[int, Call] = LruCache(MOST_PREFILLS)
         super().__init__(steps, self._call, width)
         if self._mask is not None:
             self._mask[0] = np.tri(width, dtype=np.bool_)
@@ -275,7 +247,7 @@ class HostPrefill(_HostCall):
     def take(self, slot: int) -> None:
         """Use this slot from now on."""
         self._slot = slot
-        self._call = self._calls.get(slot) or self._calls.add(slot, self._engine.make(self._sizes, slot, self._call))
+        self._call = self._calls.get(slot, lambda: self._engine.make(self._sizes, slot, self._call))
 
     def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
         """Set the inputs of the next run. Padding continues the chain, so no valid row sees it."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redraft.errors import RedraftError
-from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.metrics import Clock, Counters
 from redraft.runtime.offers import Speculation
+from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise
 from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import Outcome, Tree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass
 
 from redraft.errors import UsageError
@@ -41,7 +41,7 @@ class SyntheticDrafter(TreeMaker):
         super().__init__(verifier)
         self._shares = acceptance.by_depth
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
         """Return trees of the budgets' shapes."""
         return [self._tree(seq.tokens[-1], budget) for seq, budget in zip(batch, budgets, strict=True)]
 
@@ -68,11 +68,11 @@ class SyntheticAcceptance(Sampler):
         self._shares = acceptance.by_depth
         self._seed = seed
 
-    def verify(self, logits: FloatArray, tree: Tree, tokens: Several[int]) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, tokens: abc.Sequence[int]) -> Outcome:
         """Accept the forced tokens."""
         return accept(tree, self.sample_likeliest(logits.argmax(axis=-1).tolist(), tree, tokens))
 
-    def sample_likeliest(self, likeliest: Several[int], tree: Tree, tokens: Several[int]) -> list[int]:
+    def sample_likeliest(self, likeliest: abc.Sequence[int], tree: Tree, tokens: abc.Sequence[int]) -> list[int]:
         """Return the forced token after every node. The last accepted node gets a token that no child has."""
         target_token_ids = list(likeliest)
         ids, parents = tree.tokens.tolist(), tree.parents.tolist()

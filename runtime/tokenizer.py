@@ -13,7 +13,7 @@ import tokenizers
 from redraft import names
 from redraft.errors import BundleError, UsageError
 from redraft.runtime.chat import ChatTemplates
-from redraft.runtime.chat_data import Message
+from redraft.runtime.conversation import Message
 
 _CONTEXT_TOKENS = 6
 _UNFINISHED = "\ufffd"

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter, defaultdict
+from collections import Counter, abc, defaultdict
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import exp
@@ -32,7 +31,7 @@ from typing import IO, Any
 import numpy as np
 
 from redraft.errors import DataError
-from redraft.runtime.adaptive import best_first, ranked_shares
+from redraft.runtime.calibration import best_first, ranked_shares
 from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path, depths_of
@@ -52,7 +51,7 @@ class TraceWriter:
     table_ms: the estimated verification costs at first.
     """
 
-    def __init__(self, file: IO[str], table_ms: Several[float]) -> None:
+    def __init__(self, file: IO[str], table_ms: abc.Sequence[float]) -> None:
         self._file = file
         self._table_ms = list(table_ms)
         self._numbers: dict[int, int] = {}

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Array, Buffer, Device
-from redraft.runtime.device_tree import TreeStore, calls_of
-from redraft.runtime.draft_noise import draft_noise
-from redraft.runtime.limits import Limits
+from redraft.engines.device import Device
+from redraft.runtime.device_tree import calls_of
 from redraft.runtime.metrics import Clock
 from redraft.runtime.params import SamplingParams
-from redraft.runtime.ranges import WAIT, Ranges
+from redraft.runtime.profiling import WAIT, StageTimers
 from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling.noise import draft_noise
 from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.steps import FeatureReader, Limits, PrefillStep, Steps, TreeStep
 from redraft.runtime.tree import chain
 from redraft.signatures import VerifierShape
 from redraft.types import FloatArray, IntArray, Outcome, Tree
@@ -38,108 +37,6 @@ PREFILL_STEP = 16
 """Widths of chunks on a device with step graphs are multiples of this. The host computes no padding."""
 WARM_SLOTS = 8
 """Slots whose prompt chunks are run before the first request, and whose steps stay in memory."""
-
-
-class FeatureReader(Protocol):
-    """A drafter that reads hidden states. The verifier gathers rows of accepted tokens in the drafter's buffers."""
-
-    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
-        """Return buffers [B, W, n] of these slots, by hidden state."""
-
-    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
-        """Return how many rows of each sequence in these slots are pending, or None if it reads nothing now.
-
-        The count is 0 for a sequence of another drafter. Raises UsageError without space for `rows` more.
-        """
-
-
-class TreeStep(Protocol):
-    """A step over trees of one set of sizes, with its own buffers."""
-
-    def fill(
-        self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None],
-        batch: Sequence[Request] = (),
-    ) -> None:  # fmt: skip
-        """Set the inputs of the next run: cached rows of the sequences, their trees, and pending rows by reader.
-
-        batch: the sequences whose samplers choose; without them tokens are the likeliest.
-        Raises ValueError for a tree on the device that was drafted for another slot.
-        """
-
-    def run(self, whole: bool) -> None:
-        """Prepare the engine's inputs and run the engine.
-
-        whole: a device that has programs for all parts of the step runs all of them. They must serve every sampler.
-        """
-
-    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
-        """Return the outcomes, and do the parts that `run` did not. Call it after waiting for the device."""
-
-    def seconds(self) -> float:
-        """Return the seconds of the latest run on an asynchronous device, after waiting for it; otherwise 0."""
-
-    @property
-    def logits(self) -> Buffer:
-        """Logits [B, R, V] of the latest call."""
-
-
-class PrefillStep(Protocol):
-    """A chunk of a prompt in one slot, of one width. It returns the logits of the chunk's last token."""
-
-    def fill(self, tokens: IntArray, start: int, pending: Sequence[Sequence[int] | None]) -> None:
-        """Set the inputs of the next run: tokens from position `start` on, and pending rows by reader."""
-
-    def run(self) -> None:
-        """Run the engine and gather features."""
-
-    def outcome(self, seq: Request) -> Outcome:
-        """Return the outcome of the sampler of `seq` after the chunk. Call it after waiting for the device."""
-
-    @property
-    def logits(self) -> Buffer:
-        """Logits [1, R, V], with the same row R times."""
-
-
-class Steps(Protocol):
-    """The steps of a device: `host_step` or `bound_step` implements them."""
-
-    fewest_rows: int
-    """Least rows of a call, padding included, if kernels round fewer rows differently (`redraft.runtime.exactness`)."""
-    branches: bool
-    """True if the steps accept trees that branch."""
-    prefers_chains: bool
-    """True if branching trees need another engine. A method without engines of its own then drafts chains."""
-
-    @property
-    def store(self) -> TreeStore | None:
-        """Store of drafted trees on the device; None if drafters copy their trees to the host."""
-
-    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> TreeStep:
-        """Return the step for such trees, from any drafter. It is valid until the next call."""
-
-    def prefill(self, width: int, slot: int) -> PrefillStep:
-        """Return the step for chunks of `width` tokens in a slot. It is valid until the next call."""
-
-    def attach(self, reader: FeatureReader) -> None:
-        """Gather features for a reader from now on."""
-
-    def detach(self, reader: FeatureReader) -> None:
-        """Stop gathering for a reader."""
-
-    def move(self, source: int, target: int, rows: int) -> None:
-        """Copy at least the first `rows` rows of slot `source` to slot `target`."""
-
-    def host_kv(self) -> list[Array]:
-        """Return the keys and values of every layer, each [slots, H_kv, C, D], if the device is the host."""
-
-    def take_branches(self) -> None:
-        """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
-
-    def forget(self) -> None:
-        """Drop all steps, with their buffers."""
-
-    def close(self) -> None:
-        """Drop all steps, and release the readers."""
 
 
 class Verifier:
@@ -168,8 +65,7 @@ class Verifier:
         self.vocabulary = shape.vocabulary
         self.block_rows = device.block_rows
         self.clock = Clock()
-        self.ranges = Ranges(self.clock)
-        self._readers: list[FeatureReader] = []
+        self.ranges = StageTimers(self.clock)
         kind = GraphSteps if device.step_graphs else HostSteps
         self.largest_tree = largest_tree
         limits = Limits(max_num_seqs, max_model_len, largest_tree, min(drafted_tree, largest_tree))
@@ -177,28 +73,13 @@ class Verifier:
         self._warm = False
 
     @property
-    def fewest_rows(self) -> int:
-        """Least rows of a call, padding included, for exact texts."""
-        return self.steps.fewest_rows
-
-    @fewest_rows.setter
-    def fewest_rows(self, rows: int) -> None:
-        self.steps.fewest_rows = rows
-
-    @property
     def branches(self) -> bool:
         """True if the verifier accepts trees that branch."""
         return self.steps.branches
 
-    @property
-    def prefers_chains(self) -> bool:
-        """True if branching trees need another engine. A method without engines of its own then drafts chains."""
-        return self.steps.prefers_chains
-
     def close(self) -> None:
         """Release all memory. The verifier is unusable afterwards."""
         self.device.wait()
-        self._readers.clear()
         self.steps.close()
         self.__dict__.pop("_latest", None)
         self.device.close()
@@ -206,14 +87,12 @@ class Verifier:
     def attach(self, reader: FeatureReader) -> None:
         """Gather hidden states for `reader` in every call from now on, until `detach`."""
         self.device.wait()
-        self._readers.append(reader)
         self._warm = False
         self.steps.attach(reader)
 
     def detach(self, reader: FeatureReader) -> None:
         """Stop gathering hidden states for `reader`."""
         self.device.wait()
-        self._readers.remove(reader)
         self.steps.detach(reader)
 
     def take_branches(self) -> None:
@@ -236,7 +115,7 @@ class Verifier:
             for width in widths:
                 step = self.steps.prefill(width, slot)
                 for _ in range(2):
-                    step.fill(np.zeros(width, np.int64), 0, [[0]] * len(self._readers))
+                    step.fill(np.zeros(width, np.int64), 0, [[0]] * len(self.steps.readers))
                     step.run()
                     self.device.wait()
                     step.outcome(sampled())
@@ -249,7 +128,7 @@ class Verifier:
             step = self.steps.tree(trees, [0] * sequences)
             for batch in ((), [sampled()] * sequences):
                 for _ in range(2):
-                    step.fill([0] * sequences, trees, [[0] * sequences] * len(self._readers), batch)
+                    step.fill([0] * sequences, trees, [[0] * sequences] * len(self.steps.readers), batch)
                     step.run(True)
                     self.device.wait()
 
@@ -266,7 +145,7 @@ class Verifier:
         cache_len = [seq.cache_len for seq in batch]
         slots = range(len(batch))
         most = max(map(len, trees))
-        pending = [reader.pending(batch, most, slots) for reader in self._readers]
+        pending = [reader.pending(batch, most, slots) for reader in self.steps.readers]
         whole = self._waits and all([seq.sampler.device_temperature is not None for seq in batch])
         with stage("fill"):
             step = self.steps.tree(trees, cache_len)
@@ -297,11 +176,11 @@ class Verifier:
         multiple = PREFILL_STEP if self.device.step_graphs else 1
         for start in range(0, len(prompt), PREFILL_CHUNK):
             chunk = prompt[start : start + PREFILL_CHUNK]
-            rows = max(len(chunk), self.fewest_rows)
+            rows = max(len(chunk), self.steps.fewest_rows)
             width = min(-(-rows // multiple) * multiple, self.max_model_len - start)
             step = self.steps.prefill(width, slot)
             self._latest = slot, step
-            step.fill(chunk, start, [reader.pending([seq], width, slots) for reader in self._readers])
+            step.fill(chunk, start, [reader.pending([seq], width, slots) for reader in self.steps.readers])
             with self.ranges.stage("prefill"):
                 step.run()
             yield start, len(chunk)
@@ -329,7 +208,7 @@ class Verifier:
         cache_len = min(kv_len, self.max_model_len - max(nodes, 2))  # one sequence's graph computes a single row twice
         trees = [blank(nodes)] * sequences
         step = self.steps.tree(trees, [cache_len] * sequences)
-        step.fill([cache_len] * sequences, trees, [[0] * sequences] * len(self._readers))
+        step.fill([cache_len] * sequences, trees, [[0] * sequences] * len(self.steps.readers))
         self.device.wait()
         start = time.perf_counter()
         step.run(True)
@@ -339,7 +218,7 @@ class Verifier:
     def logits(self, trees: Sequence[Tree], cache_lens: Sequence[int]) -> list[FloatArray]:
         """Return logits [nodes, V] of one tree a slot, from slot 0 on, after `cache_lens` rows. Overwrites KV rows."""
         step = self.steps.tree(trees, cache_lens)
-        step.fill(cache_lens, trees, [None] * len(self._readers))
+        step.fill(cache_lens, trees, [None] * len(self.steps.readers))
         step.run(False)
         self.device.wait()
         return [logits[: len(tree)].copy() for logits, tree in zip(logits_of(step), trees, strict=False)]
@@ -347,7 +226,7 @@ class Verifier:
     def chunk_logits(self, tokens: IntArray, start: int, width: int) -> FloatArray:
         """Return logits [1, V] after part of a prompt, computed as in `prefill`."""
         step = self.steps.prefill(width, 0)
-        step.fill(tokens, start, [None] * len(self._readers))
+        step.fill(tokens, start, [None] * len(self.steps.readers))
         step.run()
         self.device.wait()
         return logits_of(step)[0, :1].copy()

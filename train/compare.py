@@ -21,7 +21,7 @@ import torch
 
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
-from redraft.export.gguf_checkpoint import open_checkpoint
+from redraft.export.gguf.checkpoint import open_checkpoint
 from redraft.records import from_plain
 from redraft.train import checkpoint
 from redraft.train.config import read_recipe

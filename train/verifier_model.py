@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
-from redraft.export import support
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.drafters.checkpoint import Identity
-from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from redraft.export.reference import read_model
 from redraft.names import LAST_HIDDEN_STATE, TOKENIZER_FILE
 from redraft.train.states import run_verifier
@@ -93,7 +93,7 @@ class VerifierModel:
     @property
     def logit_scale(self) -> float:
         """Factor on the head's product."""
-        return support.logit_scale(self.config)
+        return model_config.logit_scale(self.config)
 
 
 def open_verifier(path: Path, device: str, dtype: torch.dtype | None = None) -> VerifierModel:
@@ -105,12 +105,12 @@ def open_verifier(path: Path, device: str, dtype: torch.dtype | None = None) -> 
     if logits are not its LM head's product with its features times a constant.
     """
     checkpoint = open_checkpoint(path)
-    configuration = support.load_config(checkpoint)  # refuses models that redraft cannot export
+    configuration = model_config.load_config(checkpoint)  # refuses models that redraft cannot export
     texts = _text_files(checkpoint)
     tokenizer = _tokenizer(texts)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     model: Any
-    if checkpoint.is_safetensors and checkpoint.config.get("model_type") not in support.SAME_AS:
+    if checkpoint.is_safetensors and checkpoint.config.get("model_type") not in model_config.SAME_AS:
         model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
     else:
         model = read_model(checkpoint, Architecture.of(configuration), "sdpa", dtype)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import TrainingError, UsageError
-from redraft.export import support
+from redraft.export.graph import decoder
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt, from_plain, to_plain
 from redraft.train.config import read_recipe
@@ -96,7 +96,7 @@ def write_text(
         "verifier": to_plain(verifier.identity),
         "data": {kind: corpora[kind].digest() for kind in recipe.data_kinds},
     }
-    support.check_hidden_states(recipe.hidden_states, verifier.layers)
+    decoder.check_hidden_states(recipe.hidden_states, verifier.layers)
     _begin(out, facts)
     questions, shards = out / QUESTIONS, Shards(out)
     if not questions.exists():
@@ -237,7 +237,7 @@ def compute_states(
     the states of other texts or of another verifier, or if the disk is full.
     """
     packed = Shards(texts).packed()
-    support.check_hidden_states(hidden_states, verifier.layers)
+    decoder.check_hidden_states(hidden_states, verifier.layers)
     tokens = split(packed.array("lengths"), packed.array("tokens"))[:limit]
     check_written_by(texts, verifier)
     _begin(out, {**load_facts(texts), "texts": len(tokens), "hidden_states": list(hidden_states)})

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from experiments.lyanna.text import render
 from redraft.bench.command import as_json, budget, one_line_errors, sizes
-from redraft.export.quiet import quiet_export
+from redraft.export import quiet_export
 from redraft.types import Budget
 
 INITS = ("random", "mtp")

@@ -15,7 +15,7 @@ from experiments.multi_head.evaluate import greedy_texts
 from experiments.multi_head.run import load_run
 from experiments.tiny.publish import save_verifier
 from experiments.tiny.run import load_stream
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.methods.multi_head import METHOD
 from redraft.records import from_plain

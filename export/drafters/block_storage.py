@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft.export.checkpoint import Checkpoint, TensorEntry, row_slices
-from redraft.export.quantize import BLOCK, Grid, blocks_of
-from redraft.export.stored_grids import Coded, StoredGrid
+from redraft.export.checkpoint.base import TensorEntry, row_slices
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.quantization.rounding import BLOCK, Coded, Grid, StoredGrid, blocks_of
 
 CODES = "I8"
 """Stored type of the codes."""

@@ -21,11 +21,12 @@ import torch
 from safetensors.torch import save_file
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
+from redraft.export.checkpoint.base import AnyCheckpoint, TensorEntry
+from redraft.export.checkpoint.safetensors import Checkpoint, read_header
+from redraft.export.checkpoint.sources import AnySource, Source
 from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
 from redraft.export.drafters.layer import DrafterConfig
-from redraft.export.gguf_checkpoint import SUFFIX
-from redraft.export.sources import AnySource, Source
+from redraft.export.gguf.checkpoint import SUFFIX
 from redraft.methods import checkpoint_method, find_method
 from redraft.names import DRAFT_VOCABULARY, TOKENIZER_FILE
 from redraft.records import from_plain

@@ -16,10 +16,12 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import CheckpointError
-from redraft.export import passes, support, tracing
-from redraft.export.architecture import Architecture
-from redraft.export.attention import LayerRecorder
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.loading import LoadedTensors, check_finite, load_tensors
+from redraft.export.checkpoint.model_config import decoder_shape
+from redraft.export.checkpoint.sources import AnySource, DrafterSource, Source
 from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, TokenData
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, sizes_of
@@ -38,11 +40,10 @@ from redraft.export.drafters.writing import (
     write_graph,
     write_tables,
 )
-from redraft.export.loading import LoadedTensors, check_finite, load_tensors
+from redraft.export.graph import passes, tracing
+from redraft.export.graph.attention import LayerRecorder
+from redraft.export.graph.decoder import TracedDecoder, trace_decoder
 from redraft.export.reference import first_layers
-from redraft.export.shapes import decoder_shape
-from redraft.export.sources import AnySource, DrafterSource, Source
-from redraft.export.verifier import TracedDecoder, trace_decoder
 from redraft.methods.base import Method
 from redraft.methods.chains import draft_vocabulary_tables
 from redraft.methods.decoder import (
@@ -105,7 +106,7 @@ class DecoderExporter(Exporter[DraftModelConfig]):
         `export_verifier`.
         """
         check_counted(target.name, target.options.draft_vocabulary, "a plain checkpoint")
-        architecture = Architecture.of(support.load_config(checkpoint))
+        architecture = Architecture.of(model_config.load_config(checkpoint))
         text, tokens = architecture.text, target.vocabulary
         loaded = load_tensors(checkpoint, architecture)
         text.tie_word_embeddings = loaded.tied

@@ -18,11 +18,11 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export.architecture import Architecture
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.model_config import check_rope, is_rotary, logit_scale, longest_text, verifier_shape
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.steering import Steering, steer
 from redraft.export.reference import keep_layers
-from redraft.export.support import check_rope, is_rotary, logit_scale, longest_text, verifier_shape
 from redraft.names import Dtype
 from redraft.signatures import VerifierShape
 

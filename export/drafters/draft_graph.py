@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
-from redraft.export import modules, tracing
 from redraft.export.drafters.layer import Attend, DrafterConfig, LayerConfig
-from redraft.export.noise import add_noise
-from redraft.export.tree_attention import tree_attention
+from redraft.export.graph import modules, tracing
+from redraft.export.graph.noise import add_noise
+from redraft.export.graph.tree_attention import tree_attention
 
 M = TypeVar("M", bound=nn.Module)
 A = TypeVar("A")

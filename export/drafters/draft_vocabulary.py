@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from redraft import names
 from redraft.errors import UsageError
+from redraft.export.checkpoint.sources import AnySource, RowsSource
+from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters.checkpoint import TokenData
-from redraft.export.sources import AnySource, RowsSource
-from redraft.export.weight_files import NewTensor
 
 
 def check_counted(drafter: str, draft_vocabulary: int | None, source: str) -> None:

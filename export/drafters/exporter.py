@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import onnx_ir as ir
 from torch import nn
 
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
@@ -24,8 +26,6 @@ from redraft.export.drafters.writing import (
     write_tables,
     write_traced,
 )
-from redraft.export.sources import AnySource
-from redraft.export.weight_files import NewTensor
 from redraft.methods import Method, Row
 
 C = TypeVar("C", bound=DrafterConfig)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import tracing
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.draft_graph import DraftGraph, LevelAttention, Sampling
 from redraft.export.drafters.exporter import DraftExporter
@@ -17,6 +16,7 @@ from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafte
 from redraft.export.drafters.layer import with_sizes
 from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
 from redraft.export.drafters.writing import Target
+from redraft.export.graph import tracing
 from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape
 
 _NOT_FIRST = -1e4

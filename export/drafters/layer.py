@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft.errors import CheckpointError
-from redraft.export import support
-from redraft.export.shapes import decoder_shape
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.model_config import decoder_shape
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, T, Hq * D], k and v [B, T, Hkv * D], q and k rotated -> [B, T, Hq * D]."""
@@ -100,9 +100,9 @@ def verifier_sizes(verifier: Any, vocab_size: int) -> dict[str, Any]:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        rope_theta=support.rope_theta(verifier),
-        rms_norm_eps=support.norm_eps(verifier),
-        logit_scale=support.logit_scale(verifier),
+        rope_theta=model_config.rope_theta(verifier),
+        rms_norm_eps=model_config.norm_eps(verifier),
+        logit_scale=model_config.logit_scale(verifier),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from redraft.export import tracing
+from redraft.export.graph import tracing
 from redraft.methods.chains import DRAWN_LOG_PROB
 
 CERTAIN, LESS = -(2.0**-20), 1 + 2.0**-22

@@ -29,7 +29,8 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import passes, tracing
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, TokenData, fill
 from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, Sampling
@@ -39,9 +40,8 @@ from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfi
 from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
 from redraft.export.drafters.lyanna_token_info import TokenInfo, make_tables, token_info_rows
 from redraft.export.drafters.writing import Target, examples, stem
-from redraft.export.sources import AnySource
-from redraft.export.verifier import finish
-from redraft.export.weight_files import NewTensor
+from redraft.export.graph import passes, tracing
+from redraft.export.graph.decoder import finish
 from redraft.methods.base import resampled_nodes
 from redraft.methods.lyanna import FREQUENT_TOKENS, LARGE_VOCABULARY, LyannaBuild, LyannaShape, tree_size
 

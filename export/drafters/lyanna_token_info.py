@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
-from redraft.export import tracing, weight_files
+from redraft.export.checkpoint import weight_files
+from redraft.export.checkpoint.weight_files import Slabs
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
-from redraft.export.weight_files import Slabs
+from redraft.export.graph import tracing
 from redraft.methods.lyanna import LyannaShape, token_info_tables
 from redraft.methods.lyanna_token_info import FP8
 

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
-from redraft.export import support, tracing
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.draft_graph import Sampling
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.static_tree import Accuracies, HeadsExporter, StaticTree, check_heads
 from redraft.export.drafters.writing import Target, examples
-from redraft.export.shapes import decoder_shape
+from redraft.export.graph import tracing
 from redraft.methods.static_tree import Node, StaticTreeShape
 
 
@@ -45,7 +46,7 @@ class MedusaConfig(DrafterConfig):
 def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> MedusaConfig:
     """Return a drafter's configuration for a verifier of this transformers configuration, with the fields in `own`."""
     return MedusaConfig(
-        hidden_size=decoder_shape(verifier).hidden, vocab_size=vocab_size, logit_scale=support.logit_scale(verifier),
+        hidden_size=decoder_shape(verifier).hidden, vocab_size=vocab_size, logit_scale=model_config.logit_scale(verifier),
         **own,
     )  # fmt: skip
 

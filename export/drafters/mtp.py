@@ -16,8 +16,7 @@ from typing import Any, Generic
 import torch
 from torch import nn
 
-from redraft.export import tracing
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.draft_graph import ChainAttention, ChainRows, DraftGraph, M, Sampling
 from redraft.export.drafters.exporter import DraftExporter
@@ -25,6 +24,7 @@ from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfi
 from redraft.export.drafters.level_tree import likeliest
 from redraft.export.drafters.mtp_modules import NativeModule, require_module
 from redraft.export.drafters.writing import Target
+from redraft.export.graph import tracing
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.mtp import MtpShape
 

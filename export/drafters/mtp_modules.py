@@ -32,13 +32,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from redraft.errors import CheckpointError
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import DOWNLOAD_AGAIN, LAYER_PREFIX, AnyCheckpoint, Checkpoint, TensorEntry, read_header
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint, TensorEntry
+from redraft.export.checkpoint.loading import LoadedTensors, check_entries, check_finite, load_tensors
+from redraft.export.checkpoint.model_config import load_config
+from redraft.export.checkpoint.safetensors import LAYER_PREFIX, Checkpoint
+from redraft.export.checkpoint.stored_tensor import StoredTensor
 from redraft.export.drafters.checkpoint import differences
-from redraft.export.loading import LoadedTensors, check_entries, check_finite, load_tensors
+from redraft.export.gguf.file import read_header
 from redraft.export.reference import keep_layers
-from redraft.export.stored_tensor import StoredTensor
-from redraft.export.support import load_config
 from redraft.names import LAST_HIDDEN_STATE
 
 EMBEDDING_NORM, HIDDEN_NORM, PROJECTION, NORM = "embedding_norm", "hidden_norm", "projection", "norm"

@@ -18,9 +18,11 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import UnsupportedModelError
-from redraft.export import support, tracing
-from redraft.export.attention import CURRENT, LayerRecorder, record_layers
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.loading import fill_buffers
+from redraft.export.checkpoint.sources import Source
+from redraft.export.checkpoint.stored_tensor import StoredTensor
 from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_graph import ChainRows
@@ -29,11 +31,10 @@ from redraft.export.drafters.layer import DrafterConfig, Keep, all_rows
 from redraft.export.drafters.mtp import MtpChain
 from redraft.export.drafters.mtp_modules import Layout, LoadedModule, load_module
 from redraft.export.drafters.writing import Target, stem, trace_draft, write_traced
-from redraft.export.experts import expert_tensors
-from redraft.export.loading import fill_buffers
-from redraft.export.sources import Source
-from redraft.export.stored_tensor import StoredTensor
-from redraft.export.tracing import TracedPass
+from redraft.export.graph import decoder, tracing
+from redraft.export.graph.attention import CURRENT, LayerRecorder, record_layers
+from redraft.export.graph.experts import expert_tensors
+from redraft.export.graph.tracing import TracedPass
 from redraft.methods import Method
 from redraft.methods.mtp import MtpShape
 
@@ -59,7 +60,7 @@ def export_native(target: Target, checkpoint: AnyCheckpoint, method: Method[MtpS
 
 def _shape(module: LoadedModule, recorded: LayerRecorder, target: Target) -> MtpShape:
     text, sizes = module.architecture.text, target.verifier.shape
-    found = support.with_layers(support.verifier_shape(text, None, sizes.dtype), text, recorded.layers)
+    found = decoder.with_layers(model_config.verifier_shape(text, None, sizes.dtype), text, recorded.layers)
     return MtpShape(
         hidden=sizes.hidden,
         vocabulary=sizes.vocabulary,
@@ -73,7 +74,7 @@ def _shape(module: LoadedModule, recorded: LayerRecorder, target: Target) -> Mtp
 
 
 def _config(module: LoadedModule, target: Target) -> DrafterConfig:
-    sizes, scale = target.verifier.shape, support.logit_scale(module.architecture.text)
+    sizes, scale = target.verifier.shape, model_config.logit_scale(module.architecture.text)
     return DrafterConfig(hidden_size=sizes.hidden, vocab_size=sizes.vocabulary, logit_scale=scale)
 
 

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from redraft.errors import CheckpointError
-from redraft.export import modules, tracing
+from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, GraphRotary, Sampling
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
 from redraft.export.drafters.static_tree import Accuracies, HeadsExporter, StaticTree, check_heads
 from redraft.export.drafters.writing import Target
-from redraft.export.shapes import decoder_shape
+from redraft.export.graph import modules, tracing
 from redraft.methods.multi_head import MultiHeadShape
 from redraft.methods.static_tree import Node
 

@@ -33,19 +33,19 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from redraft.errors import CheckpointError
-from redraft.export import support
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import AnyCheckpoint, read_json_object
+from redraft.export.checkpoint.loading import load_tensors
+from redraft.export.checkpoint.model_config import decoder_shape
+from redraft.export.checkpoint.sources import Source
 from redraft.export.drafters import checkpoint
 from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, Identity, differences, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import verifier_sizes
 from redraft.export.drafters.published_tensors import PublishedTensors
-from redraft.export.gguf_checkpoint import SUFFIX
-from redraft.export.json_files import read_json_object
-from redraft.export.loading import load_tensors
-from redraft.export.shapes import decoder_shape
-from redraft.export.sources import Source
+from redraft.export.gguf.checkpoint import SUFFIX
+from redraft.export.graph import decoder
 from redraft.methods import METHODS, checkpoint_method, find_method
 from redraft.names import LAST_HIDDEN_STATE
 
@@ -179,7 +179,7 @@ def read_states(path: Path, verifier: AnyCheckpoint) -> tuple[str, ...] | None:
     if published := recognise(path):
         if published.method == FIRST:
             return (LAST_HIDDEN_STATE,)
-        layers = decoder_shape(support.load_config(verifier)).layers
+        layers = decoder_shape(model_config.load_config(verifier)).layers
         return _hidden_states(path, read_json_object(path / CONFIG_FILE), layers)
     if checkpoint.is_plain_checkpoint(path):
         return None
@@ -205,7 +205,7 @@ def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) 
             f"give a folder of {_KNOWN}",
         )
     values = read_json_object(path / CONFIG_FILE)
-    target = support.load_config(verifier)
+    target = model_config.load_config(verifier)
     stored = PublishedTensors.open(path)
     config = _configuration(published, values, target, stored)
     names = _names(published, config, values, stored)
@@ -237,7 +237,7 @@ def _configuration(
     _check_features(path, values, config)
     own_head = _HEAD in stored.shapes
     sizes = verifier_sizes(config, found.vocabulary)
-    sizes["logit_scale"] = 1.0 if own_head else support.logit_scale(target)
+    sizes["logit_scale"] = 1.0 if own_head else model_config.logit_scale(target)
     if published.method == FIRST:
         return FeatureConfig(**sizes, input_norm=False, own_head=own_head)
     drafted = int(values.get("draft_vocab_size") or found.vocabulary)
@@ -398,7 +398,7 @@ def _check_embedding(stored: PublishedTensors, verifier: AnyCheckpoint, target: 
     published, row = stored.numbers(_EMBEDDING), 0
     architecture = Architecture.of(target)
     with torch.device("meta"), no_init_weights():
-        name = support.vocabulary_parameters(architecture.text_class._from_config(architecture.text))[0]
+        name = decoder.vocabulary_parameters(architecture.text_class._from_config(architecture.text))[0]
     tensors = load_tensors(verifier, architecture).parameters
     for slab in Source(verifier, {name: tuple(published.shape)}, tensors).slabs(name):
         own, here = torch.from_numpy(slab).to(published.dtype), published[row : row + len(slab)]

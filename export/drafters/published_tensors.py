@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from redraft.errors import CheckpointError
-from redraft.export.checkpoint import DOWNLOAD_AGAIN, Checkpoint
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN
+from redraft.export.checkpoint.safetensors import Checkpoint
 
 _PREFIX = "model."
 """Some writers put it before the names of all tensors but the head's and the vocabulary's."""

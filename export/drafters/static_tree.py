@@ -12,12 +12,12 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import tracing
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.draft_graph import Sampling
 from redraft.export.drafters.exporter import C, DraftExporter
 from redraft.export.drafters.level_tree import below, ordered_tree
 from redraft.export.drafters.writing import Target
+from redraft.export.graph import tracing
 from redraft.methods.static_tree import MOST_HEADS, Node, StaticTreeBuild, StaticTreeShape, best_tree
 
 Accuracies = tuple[tuple[float, ...], ...]

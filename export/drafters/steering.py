@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from redraft.errors import UnsupportedModelError
-from redraft.export import tracing
+from redraft.export.graph import tracing
 
 _UP, _GATE, _DOWN = "up_proj", "gate_proj", "down_proj"
 _CURRENT: ContextVar[Sequence[torch.Tensor] | None] = ContextVar("redraft_biases", default=None)

@@ -13,15 +13,16 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import CheckpointError, UsageError
-from redraft.export import passes, tracing
+from redraft.export.checkpoint.sources import AnySource, DrafterSource, RandomSource
+from redraft.export.checkpoint.weight_files import FOLDER, STORED, NewTensor, Progress, no_progress, write
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.draft_graph import Sampling
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import DrafterConfig
-from redraft.export.sources import AnySource, DrafterSource, RandomSource
-from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weight_files import FOLDER, STORED, NewTensor, Progress, no_progress, write
+from redraft.export.graph import passes, tracing
+from redraft.export.graph.decoder import finish
+from redraft.export.verifier import VerifierExport
 from redraft.export.weights import place
 from redraft.methods import Method
 from redraft.names import Dtype, Precision, TensorSpec, WeightRef

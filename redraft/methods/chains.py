@@ -96,9 +96,9 @@ def sampling_inputs(steps: int) -> tuple[TensorSpec, ...]:
     """Return the inputs by which candidates follow the sampling of each sequence, for trees of `steps` levels.
 
     Candidates after a node are the best of z = draft_logit_scale * (logits + noise_scale * noise), and log_softmax(z)
-    are their log probabilities. `noise_keys[b, i]` is the key of the noise (`redraft.export.noise`) of the position at
-    depth i + 1. With noise_scale 0 the noise does not count, and neither do its keys. With noise_scale T, z orders
-    tokens as logits / T + noise does.
+    are their log probabilities. `noise_keys[b, i]` is the key of the noise (`redraft.export.graph.noise`) of the
+    position at depth i + 1. With noise_scale 0 the noise does not count, and neither do its keys. With noise_scale T, z
+    orders tokens as logits / T + noise does.
 
     If `drawn[b]` is 1, candidates are draws without replacement from softmax(draft_logit_scale * logits), for
     noise_scale = 1 / draft_logit_scale. Then a node's log probability is its rank's alone (`DRAWN_LOG_PROB`): the

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 
 from redraft.errors import UsageError
 from redraft.records import from_plain
-from redraft.runtime.controllers.confidence import Confidence
-from redraft.runtime.controllers.gammatune import GammaTune, GammaTunePlus
-from redraft.runtime.controllers.heuristic import Heuristic
-from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.controllers.svip import Svip
+from redraft.runtime.controllers.rules import Confidence, GammaTune, GammaTunePlus, Heuristic, LengthRule, Svip
 
 ADAPTIVE, FIXED = "adaptive", "fixed"
 RULES: Mapping[str, type[LengthRule]] = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 
 from redraft.runtime.controller import Call, Controller
 from redraft.runtime.offers import Offer, Plan, StepLimits
@@ -16,7 +16,7 @@ class Controllers:
 
     weighs = True
 
-    def __init__(self, batch: Several[Sequence]) -> None:
+    def __init__(self, batch: abc.Sequence[Sequence]) -> None:
         self._slots: dict[Controller, list[int]] = {}
         for slot, seq in enumerate(batch):
             self._slots.setdefault(seq.speculation.controller, []).append(slot)
@@ -31,7 +31,7 @@ class Controllers:
         return seq.speculation.controller.budget(seq)
 
     def plan(
-        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
+        self, batch: abc.Sequence[Sequence], offers: abc.Sequence[abc.Sequence[Offer]], limits: abc.Sequence[StepLimits]
     ) -> list[Plan]:
         """Plan with each controller for its own sequences."""
         plans: dict[int, Plan] = {}
@@ -41,7 +41,7 @@ class Controllers:
         return [plans[slot] for slot in range(len(batch))]
 
     def cut(
-        self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
+        self, batch: abc.Sequence[Sequence], plans: abc.Sequence[Plan], made: abc.Sequence[Tree | None], widest: int = 1
     ) -> list[Tree]:
         """Cut with each controller. Those that compare costs come last, since they need the other trees' sizes."""
         trees: dict[int, Tree] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from functools import cached_property
 from typing import Any, Self
 
@@ -52,7 +52,7 @@ class Drafter(ABC):
         """Note a computed chunk of the prompt of `seq` in this slot: `tokens` tokens from position `start` on."""
 
     @abstractmethod
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         """Return the ready trees for `seq` within a budget, and those that the drafter could make now."""
 
     def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
@@ -89,7 +89,7 @@ class TreeMaker(Drafter):
         super().__init__(verifier)
         self._resampling: dict[int, OfferKey] = {}
 
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         """Return a fresh draft, and resampling if steps of the last draft remain."""
         fresh = Offer(self._fresh, maker=self, step_ms=self.step_ms)
         steps = self.remaining(seq)
@@ -105,13 +105,67 @@ class TreeMaker(Drafter):
         return OfferKey(self.name, OfferKind.FRESH)
 
     @abstractmethod
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[Tree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> abc.Sequence[Tree]:
         """Return a tree for each sequence within its budget, rooted at its last token."""
 
     def remaining(self, seq: Sequence) -> int:
         """Return how many steps of the last draft of `seq` `resample` could still use."""
         return 0
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[Tree]:
+    def resample(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> abc.Sequence[Tree]:
         """Return trees as `draft` does, from the unused steps of the last drafts if the method has such."""
         return self.draft(batch, budgets)
+
+
+class Pair(Drafter):
+    """Offers the trees of both drafters. An offer names the drafter that makes its tree."""
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        super().__init__(first.verifier)
+        self.first = first
+        self.second = second
+        self.has_engines = first.has_engines or second.has_engines
+
+    def begin(self, seq: Sequence) -> None:
+        """Begin the request in both drafters."""
+        self.first.begin(seq)
+        self.second.begin(seq)
+
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+        """Report the chunk to both drafters."""
+        self.first.prefilled(seq, slot, start, tokens)
+        self.second.prefilled(seq, slot, start, tokens)
+
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+        """Return the offers of both drafters."""
+        return (*self.first.offers(seq, budget), *self.second.offers(seq, budget))
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        """Move the request in both drafters."""
+        self.first.move(seq, source, target)
+        self.second.move(seq, source, target)
+
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+        """Report the outcome to both drafters."""
+        self.first.accept(seq, tree, outcome)
+        self.second.accept(seq, tree, outcome)
+
+    def finish(self, seq: Sequence) -> None:
+        """Finish the request in both drafters."""
+        self.first.finish(seq)
+        self.second.finish(seq)
+
+    def check_tenant(self) -> None:
+        """Accept the tenant if one of the two keeps earlier outputs. Otherwise raise the first one's error."""
+        try:
+            self.first.check_tenant()
+        except UsageError as error:
+            try:
+                self.second.check_tenant()
+            except UsageError:
+                raise error from None
+
+    def forget(self, tenant: str) -> None:
+        """See `Drafter.forget`."""
+        self.first.forget(tenant)
+        self.second.forget(tenant)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,12 +26,12 @@ from redraft import names
 from redraft.engines.device import Array, Buffer, slots_of
 from redraft.engines.drafters import BuiltDrafter
 from redraft.names import DRAFT
+from redraft.runtime.drafters.candidate_noise import RowsProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
 from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
 from redraft.runtime.drafters.growing_tree import GrowingTree, log_share
-from redraft.runtime.drafters.proposals import RowsProposal
-from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.steps import LruCache
 from redraft.runtime.tree import root_only, within
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
 from redraft.types import Budget, DraftTree, Draws, FloatArray, Tree
@@ -52,7 +52,7 @@ class Drafting:
     cache_len: int = 0
     drafted: list[int] = field(default_factory=list)
 
-    def commit(self, tokens: Several[int]) -> None:
+    def commit(self, tokens: abc.Sequence[int]) -> None:
         """Keep the rows of drafted tokens that were committed. The last token's row is computed again."""
         most = len(tokens) - 1
         for token in self.drafted:
@@ -108,7 +108,7 @@ class DecoderDrafter(EngineDrafter):
     def __init__(self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any) -> None:
         """Load its programs. Raises as `EngineDrafter`."""
         super().__init__(verifier, built, tables, options, self.step_graphs)
-        self._calls: Recent[tuple[range, int, int, int], DraftCall] = Recent(self._most_calls, self._device.wait)
+        self._calls: LruCache[tuple[range, int, int, int], DraftCall] = LruCache(self._most_calls, self._device.wait)
         self._positions = np.minimum(self._positions, verifier.max_model_len - 1)
         """Position of each row. No token has a row beyond the context; those of padding must have some position."""
         self._logits: list[Buffer] = []
@@ -132,7 +132,7 @@ class DecoderDrafter(EngineDrafter):
         seq.drafting[self].commit(seq.tokens)
         super().move(seq, source, target)
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
         """Draft a chain for each sequence, up to the token that ends it by its budget, or a tree if the shape is wide.
 
         Drawn candidates are chains: a tree's logits after equal tokens of a level differ, which no `Proposal` can tell.
@@ -145,7 +145,7 @@ class DecoderDrafter(EngineDrafter):
             return self._draft_trees(batch, budgets, widths)
         return self._draft_chains(batch, budgets)
 
-    def _draft_chains(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+    def _draft_chains(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
         steps = self.shape.steps
         chains = [Chain.of(seq, budget, steps) for seq, budget in zip(batch, budgets, strict=True)]
         if not any(chain.left for chain in chains):
@@ -169,7 +169,7 @@ class DecoderDrafter(EngineDrafter):
                 seq.drafting[self].drafted = chain.tokens[1:level]
         return [self._tree(seq, chain) for seq, chain in zip(batch, chains, strict=True)]
 
-    def _begin(self, batch: Several[Sequence], levels: Several[int]) -> tuple[list[int], list[list[int]]]:
+    def _begin(self, batch: abc.Sequence[Sequence], levels: abc.Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Return the valid rows of each slot, and the tokens to compute after them; none for slots without a draft."""
         starts, pending = [], []
         for slot, (seq, left) in enumerate(zip(batch, levels, strict=True)):
@@ -189,7 +189,11 @@ class DecoderDrafter(EngineDrafter):
         return starts, pending
 
     def _prepare(
-        self, slots: range, starts: Several[int], pending: Several[Several[int]], batch: Several[Sequence] = ()
+        self,
+        slots: range,
+        starts: abc.Sequence[int],
+        pending: abc.Sequence[abc.Sequence[int]],
+        batch: abc.Sequence[Sequence] = (),
     ) -> None:
         """Compute what the rows of the next call read: these pending tokens after the first rows of each slot.
 
@@ -209,8 +213,8 @@ class DecoderDrafter(EngineDrafter):
         return STEP_COUNTS[bisect_right(STEP_COUNTS, left) - 1]
 
     def _extend(
-        self, batch: Several[Sequence], chains: Several[Chain], starts: Several[int], pending: Several[Several[int]],
-        level: int, levels: int,
+        self, batch: abc.Sequence[Sequence], chains: abc.Sequence[Chain], starts: abc.Sequence[int],
+        pending: abc.Sequence[abc.Sequence[int]], level: int, levels: int,
     ) -> None:  # fmt: skip
         """Compute pending tokens after the first rows of each slot, and add `levels` levels to the chains."""
         call = self._first_call(starts, pending, levels)
@@ -224,7 +228,9 @@ class DecoderDrafter(EngineDrafter):
                     if seq.noise.drawn:
                         chain.logits.append(call.logits(slot, step))
 
-    def _draft_trees(self, batch: Several[Sequence], budgets: Several[Budget], widths: Several[int]) -> list[Tree]:
+    def _draft_trees(
+        self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], widths: abc.Sequence[int]
+    ) -> list[Tree]:
         """Draft a tree for each sequence, a level a run. Each run computes the rows of all expanded nodes again."""
         steps = [min(budget.depth, self.shape.steps) if budget.nodes else 0 for budget in budgets]
         starts, pending = self._begin(batch, steps)
@@ -257,14 +263,20 @@ class DecoderDrafter(EngineDrafter):
             for seq, tree, budget, drawn in zip(batch, trees, budgets, logits, strict=True)
         ]
 
-    def _first_call(self, starts: Several[int], pending: Several[Several[int]], levels: int = 1) -> DraftCall:
+    def _first_call(
+        self, starts: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], levels: int = 1
+    ) -> DraftCall:
         """Return the call that computes pending tokens after the first rows of each slot, with its rows set."""
         call = self._call(range(len(starts)), self._width(max(map(len, pending))), levels)
         call.fill(starts, pending, self._positions)
         return call
 
     def _level_call(
-        self, starts: Several[int], pending: Several[Several[int]], trees: Several[GrowingTree | None], ends: int
+        self,
+        starts: abc.Sequence[int],
+        pending: abc.Sequence[abc.Sequence[int]],
+        trees: abc.Sequence[GrowingTree | None],
+        ends: int,
     ) -> DraftCall:
         """Return the call that computes the trees' expanded nodes after these rows, with its rows set."""
         width = super()._width(max(len(tree.rows) if tree else 0 for tree in trees))
@@ -272,7 +284,7 @@ class DecoderDrafter(EngineDrafter):
         call.fill_tree([start + len(rows) for start, rows in zip(starts, pending, strict=True)], trees)
         return call
 
-    def _proposal(self, seq: Sequence, rows: Several[FloatArray]) -> RowsProposal | None:
+    def _proposal(self, seq: Sequence, rows: abc.Sequence[FloatArray]) -> RowsProposal | None:
         """Return the distributions of a chain's tokens, if they were drawn."""
         if not seq.noise.drawn:
             return None
@@ -328,18 +340,17 @@ class DecoderDrafter(EngineDrafter):
 
     def _call(self, slots: range, width: int, levels: int, ends: int = 1) -> DraftCall:
         """Return the work of `levels` runs over `width` rows of which `ends` get candidates."""
-        key = slots, width, levels, ends
-        call = self._calls.get(key)
-        if call is None:
-            alone = slots.start > 0
-            given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
-            given |= {**(self._noise.without if alone else self._noise.buffers(len(slots))), **self._tables}
-            shape = len(slots), ends, self.shape.draft_vocabulary
-            logits = [buffer.part(*shape) for buffer in self._level_logits(levels)]
-            first, later = ({**given, **self._read(slots, rows)} for rows in (width, 1))
-            call = DraftCall(self._device, self._programs[DRAFT], len(slots), width, first, later, logits)
-            self._calls.add(key, call)
-        return call
+        return self._calls.get((slots, width, levels, ends), lambda: self._bound(slots, width, levels, ends))
+
+    def _bound(self, slots: range, width: int, levels: int, ends: int) -> DraftCall:
+        """Return such a work, bound to buffers."""
+        alone = slots.start > 0
+        given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
+        given |= {**(self._noise.without if alone else self._noise.buffers(len(slots))), **self._tables}
+        shape = len(slots), ends, self.shape.draft_vocabulary
+        logits = [buffer.part(*shape) for buffer in self._level_logits(levels)]
+        first, later = ({**given, **self._read(slots, rows)} for rows in (width, 1))
+        return DraftCall(self._device, self._programs[DRAFT], len(slots), width, first, later, logits)
 
     def _read(self, slots: range, width: int) -> Mapping[str, Buffer]:
         """Return the buffers that `_prepare` fills, for a run over `width` rows of these slots."""

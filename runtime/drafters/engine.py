@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_left
+from collections import abc
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Array, Buffer, Device, Work, byte_size, sized
+from redraft.engines.device import Array, Buffer, Device, Program, Work, byte_size, sized, slots_of
 from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.tensorrt.profiles import check_tree
+from redraft.errors import UsageError
 from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
-from redraft.runtime.bound_step import slot_copy
+from redraft.runtime.bound_step import gathered, slot_copy
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.drafters.slot_noise import SlotNoise
-from redraft.runtime.ranges import WAIT
+from redraft.runtime.drafters.candidate_noise import SlotNoise
+from redraft.runtime.profiling import WAIT
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.steps import LruCache
 from redraft.runtime.verifier import Verifier
 
 CATCH_UP = names.CATCH_UP_ROWS
@@ -124,3 +128,83 @@ def _placed(device: Device, table: Array) -> Buffer:
     buffer = device.empty(str(table.dtype), *table.shape)  # type: ignore[arg-type]
     buffer.write(table)
     return buffer
+
+
+class FeatureBuffers(EngineDrafter):
+    """A drafter with buffers of the verifier's hidden states."""
+
+    @cached_property
+    def _hidden_states(self) -> tuple[str, ...]:
+        return self.method.states_of(self.shape)
+
+    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
+        """Return the buffers [B, W, n] of these slots, by hidden state."""
+        return {
+            state: slots_of(self._state[names.of_state(names.PENDING_FEATURES, place)], slots)
+            for place, state in enumerate(self._hidden_states)
+        }
+
+    def _state_of(self, seq: Sequence) -> Any:
+        """Return the state of `seq`; None if another method drafts for it."""
+        return seq.drafting.get(self)
+
+    @property
+    def _gather(self) -> Program:
+        return self._step_programs[names.STEP_GATHER_FEATURES]
+
+
+class PendingFeatures(FeatureBuffers):
+    """A drafter that reads all rows. The state of a sequence has `pending`, the number of its rows that wait."""
+
+    @cached_property
+    def _shifts(self) -> LruCache[int, Shift]:
+        return LruCache(self._most_calls, self._device.wait)
+
+    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
+        """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
+        space = space_before(rows)
+        found, reads = [], False
+        for slot, seq in zip(slots, batch, strict=True):
+            state = self._state_of(seq)
+            while state and state.pending > space:
+                self._make_space(seq, slot)
+            found.append(state.pending if state else 0)
+            reads = reads or state is not None
+        return found if reads else None
+
+    @abstractmethod
+    def _make_space(self, seq: Sequence, slot: int) -> None:
+        """Use CATCH_UP rows of a sequence that has more, and drop them."""
+
+    def _drop(self, slot: int) -> None:
+        """Move the rows of a slot after the first CATCH_UP ones to the front."""
+        pending = tuple(self.pending_features(range(slot, slot + 1)).values())
+        shift = self._shifts.get(slot, lambda: Shift(self._device, self._gather, pending))
+        shift()
+
+
+def space_before(rows: int) -> int:
+    """Return the pending rows that a buffer can have before `rows` more.
+
+    Raises UsageError if these are too many for a call that catches up.
+    """
+    space = names.MAX_PENDING_FEATURES - rows
+    if space < CATCH_UP:
+        raise UsageError(
+            f"a tree of {rows} nodes is too large, at most {rows + space - CATCH_UP} can be",
+            "lower the budget's nodes",
+        )
+    return space
+
+
+class Shift:
+    """Moves the pending rows of a slot to the front after a call has used the first CATCH_UP ones."""
+
+    def __init__(self, device: Device, gather: Program, pending: abc.Sequence[Buffer]) -> None:
+        space = pending[0].shape[1] - CATCH_UP
+        path, start = device.empty("int64", 1, space), device.empty("int64", 1)
+        path.write(np.arange(CATCH_UP, CATCH_UP + space)[None])
+        self._run = device.chain([gathered(gather, rows, path, rows, start) for rows in pending])
+
+    def __call__(self) -> None:
+        self._run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import replace
 
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
@@ -13,7 +13,7 @@ from redraft.types import Budget, Tree
 class FeatureTreeDrafter(HiddenStateDrafter):
     """Drafts a tree in one engine call. A tree of draws is its chain of first draws, whose distributions are kept."""
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
         """See `HiddenStateDrafter.draft`. The first nodes of a tree of draws are that chain."""
         chains = [
             replace(budget, nodes=min(budget.nodes, budget.depth, self.shape.steps)) if seq.noise.drawn else budget

@@ -6,7 +6,7 @@ the likeliest of all nodes. Joint probabilities never grow along a path, so pare
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, log
 
@@ -50,7 +50,7 @@ class GrowingTree:
         confidence, share = (0.0, 0.0) if drawn else (budget.confidence or 0.0, budget.share)
         return cls(width, most, log_share(confidence), log_share(share), [root])
 
-    def grow(self, tokens: Several[Several[int]], log_probs: Several[Several[float]], last: bool) -> None:
+    def grow(self, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], last: bool) -> None:
         """Add candidates of the nodes in `ends`, best first, and choose the next ones; none after the last level."""
         grown = []
         for parent, found, shares in zip(self.ends, tokens, log_probs, strict=False):

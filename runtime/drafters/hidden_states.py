@@ -9,17 +9,16 @@ Other data that it would overwrite are saved before and restored.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from typing import Any
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, slots_of
 from redraft.engines.drafters import BuiltDrafter
 from redraft.names import DRAFT, RESAMPLE
-from redraft.runtime.drafters.engine import CATCH_UP
+from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall
-from redraft.runtime.drafters.pending import PendingFeatures
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
 from redraft.types import Outcome, Tree
@@ -64,7 +63,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
             self._catch_up(seq, slot)
         return drafting.pending
 
-    def _run_draft(self, call: TreeCall, batch: Several[Sequence], rows: Several[int]) -> None:
+    def _run_draft(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
         """Run a draft, and keep the chains of sequences without rows."""
         kept = self._chain_backups(batch, rows)
         for backup in kept:
@@ -101,7 +100,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
     def _make_space(self, seq: Sequence, slot: int) -> None:
         self._catch_up(seq, slot)
 
-    def _fill(self, call: TreeCall, batch: Several[Sequence], rows: Several[int]) -> None:
+    def _fill(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
         """Set the next run's inputs: the first rows[i] pending rows of sequence i. No rows mean no draft."""
         cache_len = [state.cache_len if (state := self._state_of(seq)) else 0 for seq in batch]
         tokens = self._fill_rows(call, rows, cache_len)
@@ -112,7 +111,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
                 drafting.cache_len += count
                 drafting.pending -= count
 
-    def _fill_rows(self, call: TreeCall, rows: Several[int], cache_len: Several[int]) -> Array:
+    def _fill_rows(self, call: TreeCall, rows: abc.Sequence[int], cache_len: abc.Sequence[int]) -> Array:
         """Set the position and number of the next draft's rows. Returns their tokens [B, M] for the caller to fill."""
         values = call.host_inputs.open()
         positions, pending, lengths = values[names.POSITIONS], values[names.NUM_PENDING], values[names.CACHE_LEN]
@@ -126,7 +125,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
             values[names.DRAFTED][:] = rows
         return values[names.TOKENS]
 
-    def _chain_backups(self, batch: Several[Sequence], rows: Several[int]) -> list[_Backup]:
+    def _chain_backups(self, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> list[_Backup]:
         """Return copies of the chains that a draft overwrites although it computes no row of their sequences."""
         if 0 not in rows or not self._chains:
             return []

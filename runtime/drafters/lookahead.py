@@ -1,62 +1,150 @@
 """Lookahead decoding: it drafts n-grams that the verifier wrote itself, in a window of guesses that it iterates.
 
-Fu et al. 2024 (arXiv 2402.02057), section 3. The lookahead branch is the window (`lookahead_window`). The verification
-branch are up to G n-grams of the pool that begin with the latest token. Both are one tree, and what they share is
-computed once. The window's nodes are pinned, since a step reads the verifier's tokens after them.
+Fu et al. 2024 (arXiv 2402.02057), section 3. The lookahead branch is the window. The verification branch are up to G
+n-grams of the pool that begin with the latest token. Both are one tree, and what they share is computed once. The
+window's nodes are pinned, since a step reads the verifier's tokens after them.
 
 A budget below the window's size verifies its first columns only, next to one n-gram if the pool has one, or n-grams
 alone. In plain steps the window only moves on. The pool and the window belong to one request.
+
+The window has N - 1 rows and W columns. Cell (r, c) is a guess of the token at position r + c after the latest one,
+which is (0, 0), the tree's root. In the tree, (0, c) hangs on (0, c - 1), and (r, c) on (r - 1, c). For W = 4, N = 4:
+
+    (0, 0) ── (0, 1) ── (0, 2) ── (0, 3)
+    (1, 0)    (1, 1)    (1, 2)    (1, 3)      each below the cell above it
+    (2, 0)    (2, 1)    (2, 2)    (2, 3)
+     new       new       new       new        the verifier's tokens after the last row
+
+So a cell sees itself, those above it in its column, and the first row up to its column. That is the paper's attention
+mask (its figure of mask and positions), and a node's depth r + c is the position there. Cells with one path are one
+node of the tree: the verifier would compute the same logits for each.
+
+A step is one Jacobi iteration. Each column with the new token below it is an n-gram for the pool. Then row r takes the
+tokens of row r + 1, and the last row takes the new ones.
+
+This differs from the paper's algorithm in four points, none of which changes a text:
+
+- The paper draws the first guesses at random. Here they are the request's own tokens, in turn, so runs repeat.
+- If a step commits k more tokens than one, the paper drops k columns and draws new ones at random. Here the columns
+  rotate, so the new ones are the dropped ones: guesses of the verifier instead of noise.
+- N-grams count once the verifier has chosen all their tokens but the first.
+- The paper verifies n-grams alone. Here guesses that prove right are accepted too, like all nodes of a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Several
-from dataclasses import dataclass
-from typing import Any, Self
+from collections import abc
+from dataclasses import dataclass, field
 
-from redraft.engines.bundle import Bundle
 from redraft.methods import find_method
 from redraft.methods.unbuilt import LookaheadOptions
-from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.drafters.learning import moved
-from redraft.runtime.drafters.lookahead_window import Pool, Window
-from redraft.runtime.offers import Offer, OfferKey
+from redraft.runtime.drafters.lookup import GrowingDraft, LookupDrafter, moved
+from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, within
 from redraft.runtime.verifier import Verifier
-from redraft.types import NOT_REACHED, Budget, OfferKind, Outcome, Tree
+from redraft.types import NOT_REACHED, Budget, Outcome, Tree
+
+Ngram = tuple[int, ...]
+
+
+class Pool:
+    """N-grams by first token, at most `most` of each. A new one takes the place of the oldest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._following: dict[int, dict[Ngram, None]] = {}
+
+    def add(self, ngram: Ngram) -> None:
+        """Add an n-gram, or make it the latest of its first token."""
+        following = self._following.setdefault(ngram[0], {})
+        following.pop(ngram[1:], None)
+        following[ngram[1:]] = None
+        if len(following) > self._most:
+            del following[next(iter(following))]
+
+    def after(self, token: int) -> list[Ngram]:
+        """Return the n-grams that begin with `token`, without it, the latest first."""
+        return list(reversed(self._following.get(token, {})))
+
+
+@dataclass(slots=True)
+class Column:
+    """The N - 1 guesses of a column, row 0 first.
+
+    seeds: how many of the first ones the verifier did not choose.
+    """
+
+    tokens: list[int]
+    seeds: int
+
+
+class Window:
+    """The columns of a request. In column 0 the root takes the place of the first guess."""
+
+    def __init__(self, columns: int, rows: int, seeds: abc.Sequence[int]) -> None:
+        """Fill the cells row by row with `seeds`, over and over."""
+        self.columns = [
+            Column([seeds[(row * columns + place) % len(seeds)] for row in range(rows)], rows)
+            for place in range(columns)
+        ]
+
+    def paths(self, columns: int) -> list[list[int]]:
+        """Return the tokens below the root down to the last cell, for each of the first columns."""
+        chain = [column.tokens[0] for column in self.columns[1:columns]]
+        return [[*chain[:place], *column.tokens[1:]] for place, column in enumerate(self.columns[:columns])]
+
+    def iterate(self, root: int, targets: abc.Sequence[int]) -> list[Ngram]:
+        """Do one Jacobi iteration, and return the n-grams that it completed, column 0 first.
+
+        targets: the verifier's tokens after the last cells of the first columns; NOT_REACHED if it computed none, which
+        leaves the column as it is. The window is then one position further.
+        """
+        ngrams = []
+        for place, target in enumerate(targets):
+            if target != NOT_REACHED:
+                column = self.columns[place]
+                if column.seeds < 2:
+                    ngrams.append((column.tokens[0] if place else root, *column.tokens[1:], target))
+                column.tokens = [*column.tokens[1:], target]
+                column.seeds = max(column.seeds - 1, 0)
+        return ngrams
+
+    def move(self, positions: int) -> None:
+        """Move the window by some positions."""
+        passed = positions % len(self.columns)
+        self.columns = self.columns[passed:] + self.columns[:passed]
+
 
 RANKS = 3
 """Ranks among siblings with rates of their own. Later siblings share the last rank."""
 _FIRST, _LATER, _GUESS = (0.3, 0.15, 0.08), (0.6, 0.2, 0.1), 0.05
 """Shares of correct nodes before anything is learned: first and later tokens of n-grams by rank, and guesses."""
-_LEARNING_RATE = 1 / 32
 _LEAST = 1e-30
 """Least joint probability of a node, so that its logarithm is a number."""
 
 
-class Draft:
-    """A tree in progress: tokens, parents, joint probabilities, kinds and pinned nodes. Paths share their beginnings.
+@dataclass(slots=True)
+class LookaheadDraft(GrowingDraft):
+    """A tree of n-grams and pinned guesses. Paths share their beginnings.
 
     rates:   share of correct nodes by kind. A kind is depth and rank among siblings; the last kind is that of guesses.
     guesses: the paths of guesses.
     """
 
-    def __init__(self, root: int, rates: list[float]) -> None:
-        self.rates = rates
-        self.tokens, self.parents, self.probs, self.kinds, self.pinned = [root], [-1], [1.0], [-1], [False]
-        self.guesses: list[Several[int]] = []
-        self._nodes: dict[tuple[int, int], int] = {}
-        self._children = [0]
+    rates: list[float] = field(default_factory=list)
+    pinned: list[bool] = field(default_factory=lambda: [False])
+    guesses: list[abc.Sequence[int]] = field(default_factory=list)
+    _nodes: dict[tuple[int, int], int] = field(default_factory=dict)
+    _children: list[int] = field(default_factory=lambda: [0])
 
-    def add_ngram(self, path: Several[int]) -> None:
+    def add_ngram(self, path: abc.Sequence[int]) -> None:
         """Add a path of candidates below the root."""
         node = 0
         for depth, token in enumerate(path):
             node = self._child(node, token, depth * RANKS + min(self._children[node], RANKS - 1))
 
-    def add_guesses(self, path: Several[int]) -> None:
+    def add_guesses(self, path: abc.Sequence[int]) -> None:
         """Add a path of pinned guesses below the root."""
         self.guesses.append(path)
         node = 0
@@ -68,27 +156,18 @@ class Draft:
         """Return the child of a node with this token. A new one has this kind."""
         node = self._nodes.get((parent, token))
         if node is None:
-            node = self._nodes[parent, token] = len(self.tokens)
+            prob = max(self.probs[parent] * self.rates[kind], _LEAST)
+            node = self._nodes[parent, token] = self.add(token, parent, prob, kind)
             self._children[parent] += 1
             self._children.append(0)
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.probs.append(max(self.probs[parent] * self.rates[kind], _LEAST))
-            self.kinds.append(kind)
             self.pinned.append(False)
         return node
 
-    def learn(self, committed: Several[int]) -> None:
+    def learn(self, committed: abc.Sequence[int]) -> None:
         """Learn from the committed tokens, for every node whose parent is among them."""
-        depths = {0: 0}
-        for node in range(1, len(self.tokens)):
-            depth = depths.get(self.parents[node], len(committed))
-            if depth < len(committed):
-                is_right = self.tokens[node] == committed[depth]
-                kind = self.kinds[node]
-                self.rates[kind] = moved(self.rates[kind], is_right, _LEARNING_RATE)
-                if is_right:
-                    depths[node] = depth + 1
+        for node, is_correct in self.compared(committed):
+            kind = self.kinds[node]
+            self.rates[kind] = moved(self.rates[kind], is_correct)
 
 
 @dataclass(slots=True)
@@ -97,38 +176,29 @@ class RequestState:
 
     window: Window
     pool: Pool
-    draft: Draft | None = None
+    draft: LookaheadDraft | None = None
 
 
-class LookaheadDrafter(Drafter):
+class LookaheadDrafter(LookupDrafter):
     """Offers the window and the n-grams after the latest token. Rates that one request has learned serve the next."""
 
+    method = find_method("lookahead")
     branches = True
 
     def __init__(self, verifier: Verifier, options: LookaheadOptions | None = None) -> None:
-        super().__init__(verifier)
-        self.name = "lookahead"
-        options = options or LookaheadOptions()
-        self._columns, self._most = options.max_window_size, options.max_verification_set_size
-        self._rows = options.max_ngram_size - 1
+        super().__init__(verifier, options)
+        self._columns, self._most = self.options.max_window_size, self.options.max_verification_set_size
+        self._rows = self.options.max_ngram_size - 1
         self._rates = [*_FIRST, *_LATER * (self._rows - 1), _GUESS]
-        self._key = OfferKey(self.name, OfferKind.LOOKUP)
-
-    @classmethod
-    def create(
-        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
-    ) -> Self:
-        """Return the drafter with options as `LookaheadOptions`. Raises UsageError."""
-        return cls(verifier, find_method("lookahead").parse_options(options))
 
     def begin(self, seq: Sequence) -> None:
         """Create the window from the prompt, and an empty pool."""
         seq.drafting[self] = RequestState(Window(self._columns, self._rows, seq.tokens), Pool(self._most))
 
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         """Return one tree of n-grams and pinned guesses."""
         state: RequestState = seq.drafting[self]
-        draft = state.draft = Draft(seq.tokens[-1], self._rates)
+        draft = state.draft = LookaheadDraft([seq.tokens[-1]], rates=self._rates)
         ngrams = state.pool.after(seq.tokens[-1])
         for ngram in ngrams:
             draft.add_ngram(ngram)
@@ -163,7 +233,7 @@ class LookaheadDrafter(Drafter):
         state.window.move(passed)
 
 
-def targets_after(paths: Several[Several[int]], tree: Tree, outcome: Outcome) -> list[int]:
+def targets_after(paths: abc.Sequence[abc.Sequence[int]], tree: Tree, outcome: Outcome) -> list[int]:
     """Return the verifier's token after the end of each path below the root; NOT_REACHED if the tree lacks a path."""
     nodes = {key: node for node, key in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
     targets = []

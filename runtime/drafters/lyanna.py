@@ -6,15 +6,15 @@ step a token. After j accepted tokens the bonus uses step j + 1, and the logits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 from functools import cached_property, partial
 
 from redraft import names
 from redraft.methods.lyanna import tree_size
 from redraft.methods.lyanna_token_info import lookup
 from redraft.names import RESAMPLE
+from redraft.runtime.drafters.candidate_noise import AddedLogits
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.drafters.proposals import AddedLogits
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, Tree
 
@@ -38,7 +38,7 @@ class LyannaDrafter(HiddenStateDrafter):
         left: int = self.shape.steps - seq.drafting[self].used
         return left if self.options.resample and left > self.options.threshold else 0
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+    def resample(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
         """Return trees from the unused steps of the last drafts."""
         call = self._call(RESAMPLE, range(len(batch)), 0)
         values = call.host_inputs.open()

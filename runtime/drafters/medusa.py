@@ -6,12 +6,12 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 
 from redraft import names
 from redraft.engines.device import Array
+from redraft.runtime.drafters.engine import space_before
 from redraft.runtime.drafters.one_call import OneCallDrafter, TreeCall
-from redraft.runtime.drafters.pending import space_before
 from redraft.runtime.sequence import Sequence
 from redraft.types import Outcome, Tree
 
@@ -19,7 +19,7 @@ from redraft.types import Outcome, Tree
 class MedusaDrafter(OneCallDrafter):
     """Drafts from the hidden state that gave a sequence's last token."""
 
-    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
+    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
         """Return 0 for each sequence: no row is kept. Raises UsageError without space for `rows` rows."""
         space_before(rows)
         return [0] * len(batch) if any([self._state_of(seq) is not None for seq in batch]) else None
@@ -45,11 +45,11 @@ class MedusaDrafter(OneCallDrafter):
         number: int = seq.drafting[self].pending
         return number
 
-    def _fill(self, call: TreeCall, batch: Several[Sequence], rows: Several[int]) -> None:
+    def _fill(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
         """Set the row that each sequence reads, and its last token."""
         self._fill_rows(call, rows, [])[:] = [seq.tokens[-1] for seq in batch]
 
-    def _fill_rows(self, call: TreeCall, rows: Several[int], cache_len: Several[int]) -> Array:
+    def _fill_rows(self, call: TreeCall, rows: abc.Sequence[int], cache_len: abc.Sequence[int]) -> Array:
         """Set the row that each sequence reads. Returns their tokens [B] for the caller to fill."""
         values = call.host_inputs.open()
         values[names.NUM_PENDING][:] = [row or 1 for row in rows]

@@ -7,22 +7,17 @@ each kind are correct, so that trees can be pruned by joint probability.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from collections.abc import Sequence as Several
-from dataclasses import dataclass
-from typing import Any, Self
+from collections import abc, defaultdict
+from dataclasses import dataclass, field
 
-from redraft.engines.bundle import Bundle
 from redraft.methods import NGRAM, find_method
 from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
-from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.drafters.learning import LEAST_PROBABILITY, STARTING_RATES, moved
-from redraft.runtime.offers import Offer, OfferKey
+from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter, moved
+from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, OfferKind, Outcome, Tree
+from redraft.types import Budget, Outcome, Tree
 
 MOST_BRANCHES = 4
 """Most continuations in one tree."""
@@ -33,21 +28,13 @@ _OCCURRENCES = 8
 
 _LATER_SIBLING = (1.0, 0.3, 0.12)
 """Starting rates of siblings by rank, relative to the first."""
-_LEARNING_RATE = 1 / 32
 
 
 @dataclass(slots=True)
-class Draft:
-    """Continuations that share only the root: tokens, parents, joint probabilities and kinds by node.
+class NgramDraft(GrowingDraft):
+    """Continuations that share only the root. `first` has the first token of each."""
 
-    `first` maps a continuation's first token to its node. The continuation's other nodes follow it directly.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    probs: list[float]
-    kinds: list[int]
-    first: dict[int, int]
+    first: set[int] = field(default_factory=set)
 
 
 class NgramIndex:
@@ -56,11 +43,11 @@ class NgramIndex:
     `rates[kind]` is the recent share of correct nodes of that kind, kind = context length × RANKS + rank.
     """
 
-    def __init__(self, tokens: list[int], config: NgramOptions, rates: list[float]) -> None:
+    def __init__(self, tokens: list[int], options: NgramOptions, rates: list[float]) -> None:
         self._rates = rates
-        self.draft: Draft | None = None
+        self.draft: NgramDraft | None = None
         self._tokens = tokens
-        self._orders = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
+        self._orders = range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1)
         self._places: dict[int, defaultdict[tuple[int, ...], list[int]]] = {o: defaultdict(list) for o in self._orders}
         self._indexed = 1
         self.extend()
@@ -75,10 +62,10 @@ class NgramIndex:
                     table[before[-order:]].append(place)
         self._indexed = len(tokens)
 
-    def grow(self, budget: Budget) -> Draft:
+    def grow(self, budget: Budget) -> NgramDraft:
         """Draft up to `width` continuations with different first tokens, the longest context and the latest first."""
         tokens = self._tokens
-        draft = Draft([tokens[-1]], [-1], [1.0], [-1], {})
+        draft = NgramDraft([tokens[-1]])
         latest = tuple(tokens[-self._orders.start :])
         for order in self._orders:
             places = self._places[order].get(latest[-order:])
@@ -101,7 +88,7 @@ class NgramIndex:
             length += 1
         return length
 
-    def _append(self, draft: Draft, place: int, length: int, depth: int) -> bool:
+    def _append(self, draft: NgramDraft, place: int, length: int, depth: int) -> bool:
         """Add the tokens from `place` on while they are likely enough. At the text's end, the continuation repeats.
 
         Returns false if it adds no token.
@@ -114,39 +101,26 @@ class NgramIndex:
             prob *= rates[kind]
             if prob < LEAST_PROBABILITY:
                 return step > 0
-            draft.tokens.append(tokens[place + step % period])
-            draft.parents.append(parent)
-            draft.probs.append(prob)
-            draft.kinds.append(kind)
-            parent = len(draft.tokens) - 1
-            if step == 0:
-                draft.first[tokens[place]] = parent
+            parent = draft.add(tokens[place + step % period], parent, prob, kind)
+            draft.first.add(tokens[place])
             kind = min(length + step + 1, LONGEST_MATCH) * RANKS
         return True
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(LookupDrafter):
     """Drafts by prompt lookup. Rates that one request has learned serve the next."""
 
-    def __init__(self, verifier: Verifier, config: NgramOptions | None = None) -> None:
-        super().__init__(verifier)
-        self._config = config or NgramOptions()
-        self.name = NGRAM
-        self._key = OfferKey(self.name, OfferKind.LOOKUP)
-        self._rates = [first * later for first in STARTING_RATES for later in _LATER_SIBLING]
+    method = find_method(NGRAM)
 
-    @classmethod
-    def create(
-        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
-    ) -> Self:
-        """Return the drafter with options as `NgramOptions`. Raises UsageError."""
-        return cls(verifier, find_method(NGRAM).parse_options(options))
+    def __init__(self, verifier: Verifier, options: NgramOptions | None = None) -> None:
+        super().__init__(verifier, options)
+        self._rates = [first * later for first in STARTING_RATES for later in _LATER_SIBLING]
 
     def begin(self, seq: Sequence) -> None:
         """Create the index of the request."""
-        seq.drafting[self] = NgramIndex(seq.tokens, self._config, self._rates)
+        seq.drafting[self] = NgramIndex(seq.tokens, self.options, self._rates)
 
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         """Return the looked-up tree, if the lookup found one."""
         index: NgramIndex = seq.drafting[self]
         index.extend()
@@ -160,23 +134,10 @@ class NgramDrafter(Drafter):
         """Learn from the draft: continuations of the decoded path are correct or wrong, verified or not."""
         index: NgramIndex = seq.drafting[self]
         draft, index.draft = index.draft, None
-        if draft is None:
-            return
-        node = draft.first.get(outcome.tokens[0])
-        for child in draft.first.values():
-            self._learn(draft.kinds[child], child == node)
-        if node is None:
-            return
-        for token in outcome.tokens[1:]:
-            if node + 1 == len(draft.tokens) or draft.parents[node + 1] != node:
-                return
-            node += 1
-            self._learn(draft.kinds[node], draft.tokens[node] == token)
-            if draft.tokens[node] != token:
-                return
-
-    def _learn(self, kind: int, came_true: bool) -> None:
-        self._rates[kind] = moved(self._rates[kind], came_true, _LEARNING_RATE)
+        if draft is not None:
+            for node, is_correct in draft.compared(outcome.tokens):
+                kind = draft.kinds[node]
+                self._rates[kind] = moved(self._rates[kind], is_correct)
 
 
 DRAFTER = NgramDrafter

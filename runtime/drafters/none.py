@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.offers import Offer
@@ -13,7 +13,7 @@ from redraft.types import Budget
 class NoDrafter(Drafter):
     """Offers nothing."""
 
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         """Return no offers."""
         return ()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,10 @@ from redraft.engines.host_buffer import array_of
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore
-from redraft.runtime.drafters.pending import FeatureBuffers
-from redraft.runtime.drafters.proposals import AddedLogits, ChainProposal
-from redraft.runtime.recent import Recent
+from redraft.runtime.drafters.candidate_noise import AddedLogits, ChainProposal
+from redraft.runtime.drafters.engine import FeatureBuffers
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.steps import LruCache
 from redraft.runtime.tree import root_only, within
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Draws, Proposal, Tree
@@ -57,21 +57,21 @@ class OneCallDrafter(FeatureBuffers):
         self._store = verifier.steps.store if device.step_graphs else None
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         super().__init__(verifier, built, tables, options, step_graphs, copied)
-        self._calls: Recent[tuple[str, int, int], TreeCall] = Recent(self._most_calls, device.wait)
+        self._calls: LruCache[tuple[str, int, int], TreeCall] = LruCache(self._most_calls, device.wait)
         self._nodes = [self.shape.nodes] * verifier.max_num_seqs
         verifier.attach(self)
         if device.asynchronous:
             self._warm()
 
     @abstractmethod
-    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
+    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
         """See `redraft.runtime.verifier.FeatureReader.pending`."""
 
     def begin(self, seq: Sequence) -> None:
         """Create the state of `seq`."""
         seq.drafting[self] = Drafting(used=self.shape.steps)
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
         """Draft a tree for each sequence. Raises ValueError if a sequence has no new token since its last draft.
 
         Trees stay on a GPU, and the host sets only their numbers of nodes. If a budget is less deep or wide than the
@@ -97,14 +97,14 @@ class OneCallDrafter(FeatureBuffers):
         """Return how many rows the next draft of a sequence reads, at least 1. Raises ValueError if there are none."""
 
     @abstractmethod
-    def _fill(self, call: TreeCall, batch: Several[Sequence], rows: Several[int]) -> None:
+    def _fill(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
         """Set the next run's inputs: the first rows[i] rows of sequence i. No rows mean no draft."""
 
     @abstractmethod
-    def _fill_rows(self, call: TreeCall, rows: Several[int], cache_len: Several[int]) -> Array:
+    def _fill_rows(self, call: TreeCall, rows: abc.Sequence[int], cache_len: abc.Sequence[int]) -> Array:
         """Set the next run's rows after `cache_len` ones of the drafter's KV. Returns their tokens for the caller."""
 
-    def _run_draft(self, call: TreeCall, batch: Several[Sequence], rows: Several[int]) -> None:
+    def _run_draft(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
         """Run a draft."""
         self._run(DRAFT, call.work)
 
@@ -156,7 +156,12 @@ class OneCallDrafter(FeatureBuffers):
         return names.DRAFT_WIDTHS
 
     def _made(
-        self, call: TreeCall, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
+        self,
+        call: TreeCall,
+        batch: abc.Sequence[Sequence],
+        budgets: abc.Sequence[Budget],
+        nodes: abc.Sequence[int],
+        stage: str,
     ) -> list[Tree]:
         """Return the trees of a call's latest run within the budgets, by slot. Each tree has at least `nodes` nodes."""
         proposals = [self._proposal(seq, slot) for slot, seq in enumerate(batch)]
@@ -203,7 +208,7 @@ class OneCallDrafter(FeatureBuffers):
 
     def _call(self, kind: str, slots: range, width: int) -> TreeCall:
         key = (kind, slots.stop, width)
-        return self._calls.get(key) or self._calls.add(key, self._bound(kind, slots, width))
+        return self._calls.get(key, lambda: self._bound(kind, slots, width))
 
     def _bound(self, kind: str, slots: range, width: int) -> TreeCall:
         """Return a call over the slots' state, bound to buffers."""
@@ -236,7 +241,7 @@ class TreeCall:
 
     def __init__(
         self, device: Device, program: Program, step_programs: Mapping[str, Program], sizes: Mapping[str, int],
-        given: Mapping[str, Buffer], pending: Several[Buffer], store: TreeStore | None,
+        given: Mapping[str, Buffer], pending: abc.Sequence[Buffer], store: TreeStore | None,
     ) -> None:  # fmt: skip
         self.width = sizes["M"]
         self.stores = store is not None and sizes["B"] > 1
@@ -282,7 +287,7 @@ class TreeCall:
             names.present(names.STORED_TOKENS): tokens, names.present(names.STORED_PARENTS): parents,
         })  # fmt: skip
 
-    def drafts(self, nodes: Several[int], proposals: Several[Proposal | None], stage: str) -> DeviceDrafts:
+    def drafts(self, nodes: abc.Sequence[int], proposals: abc.Sequence[Proposal | None], stage: str) -> DeviceDrafts:
         """Return the trees of the latest run in this stage of a step. nodes: how many nodes of each tree exist."""
         return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage, proposals)
 

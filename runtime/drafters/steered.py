@@ -13,8 +13,8 @@ So hidden states of all committed tokens wait until a row has used them, or was 
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +24,9 @@ from redraft.engines.device import Array, Buffer, Device, Program, Run
 from redraft.names import STEER
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
-from redraft.runtime.drafters.engine import CATCH_UP
-from redraft.runtime.drafters.pending import PendingFeatures
-from redraft.runtime.recent import Recent
+from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.steps import LruCache
 from redraft.types import Outcome, Tree
 
 
@@ -50,7 +49,7 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
         # Of one call. A catch-up, of any slot, has its biases in the same place: no draft is then in progress.
         self._biases = self._device.empty(self.shape.dtype, slots, CATCH_UP, size)
         self._last = self._device.empty(self.shape.dtype, slots, 1, size)
-        self._steers: Recent[tuple[range, int], SteerCall] = Recent(self._most_calls, self._device.wait)
+        self._steers: LruCache[tuple[range, int], SteerCall] = LruCache(self._most_calls, self._device.wait)
         self.verifier.attach(self)
         super()._open()
 
@@ -76,11 +75,15 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
             self._forget(state, slot, state.cache_len)
 
     def _prepare(
-        self, slots: range, starts: Several[int], pending: Several[Several[int]], batch: Several[Sequence] = ()
+        self,
+        slots: range,
+        starts: abc.Sequence[int],
+        pending: abc.Sequence[abc.Sequence[int]],
+        batch: abc.Sequence[Sequence] = (),
     ) -> None:
         """Compute the biases of the next call's rows, and those of a draft: of the last row of each slot."""
         width = self._width(max(map(len, pending)))
-        call = self._steers.get((slots, width)) or self._steers.add((slots, width), self._steer_call(slots, width))
+        call = self._steers.get((slots, width), lambda: self._steer_call(slots, width))
         places = [0] * len(slots)
         for place, seq in enumerate(batch):
             if pending[place]:
@@ -120,7 +123,13 @@ class SteerCall:
     """
 
     def __init__(
-        self, device: Device, program: Program, gather: Program, pending: Several[Buffer], biases: Buffer, last: Buffer
+        self,
+        device: Device,
+        program: Program,
+        gather: Program,
+        pending: abc.Sequence[Buffer],
+        biases: Buffer,
+        last: Buffer,
     ) -> None:
         sequences, self._width = biases.shape[:2]
         rows = sequences, self._width
@@ -137,7 +146,9 @@ class SteerCall:
             runs.append(gathered(gather, source, inputs[names.PATH], features, start))
         self.work = device.chain([self._host_inputs.send, *runs, program.bind(known)])
 
-    def fill(self, positions: Array, starts: Several[int], rows: Several[int], places: Several[int]) -> None:
+    def fill(
+        self, positions: Array, starts: abc.Sequence[int], rows: abc.Sequence[int], places: abc.Sequence[int]
+    ) -> None:
         """Set the next run's rows: rows[b] ones from starts[b] on, whose hidden states begin at places[b]."""
         values = self._host_inputs.open()
         for slot, (start, count, place) in enumerate(zip(starts, rows, places, strict=True)):

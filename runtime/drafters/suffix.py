@@ -11,28 +11,22 @@ costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass, field
-from typing import Any, Self
 
-from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.methods import find_method
 from redraft.methods.unbuilt import SuffixOptions
-from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.drafters.learning import LEAST_PROBABILITY, STARTING_RATES, moved
-from redraft.runtime.drafters.suffix_store import SuffixStore
-from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixTree
-from redraft.runtime.offers import Offer, OfferKey
+from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter, moved
+from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixStore, SuffixTree
+from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, OfferKind, Outcome, Tree
+from redraft.types import Budget, Outcome, Tree
 
 ENOUGH_PLACES = 3
 """A context with fewer places is compared with a shorter one that has more."""
-_LEARNING_RATE = 1 / 32
 _KINDS = len(STARTING_RATES)
 _LONGEST = _KINDS - 1
 
@@ -48,26 +42,22 @@ class Rates:
         self._promised = [1.0] * len(self._true)
         self.values = list(self._true)
 
-    def learn(self, kind: int, frequency: float, came_true: bool) -> None:
+    def learn(self, kind: int, frequency: float, is_correct: bool) -> None:
         """Learn from a candidate whose parent is correct."""
-        self._true[kind] = moved(self._true[kind], came_true, _LEARNING_RATE)
-        self._promised[kind] = moved(self._promised[kind], frequency, _LEARNING_RATE)
+        self._true[kind] = moved(self._true[kind], is_correct)
+        self._promised[kind] = moved(self._promised[kind], frequency)
         self.values[kind] = min(self._true[kind] / self._promised[kind], 1.0)
 
 
 @dataclass(slots=True)
-class Draft:
-    """Nodes of one tree: tokens, parents, joint probabilities, frequencies among siblings, and kinds.
+class SuffixDraft(GrowingDraft):
+    """A tree with the frequency of each node among its siblings.
 
-    most: nodes after the root that may be offered.
+    rates: of its candidates.   most: nodes after the root that may be offered.
     """
 
-    rates: Rates
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    probs: list[float] = field(default_factory=lambda: [1.0])
+    rates: Rates = field(default_factory=Rates)
     frequencies: list[float] = field(default_factory=lambda: [1.0])
-    kinds: list[int] = field(default_factory=lambda: [0])
     most: int = 0
 
     def append(self, token: int, parent: int, frequency: float, kind: int) -> int:
@@ -75,23 +65,13 @@ class Draft:
         prob = self.probs[parent] * frequency * self.rates.values[kind]
         if prob < LEAST_PROBABILITY:
             return 0
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.probs.append(prob)
         self.frequencies.append(frequency)
-        self.kinds.append(kind)
-        return len(self.tokens) - 1
+        return self.add(token, parent, prob, kind)
 
-    def learn(self, accepted: Several[int]) -> None:
+    def learn(self, committed: abc.Sequence[int]) -> None:
         """Learn from the committed tokens, for every candidate whose parent is among them."""
-        reached = {0: 0}
-        for node in range(1, len(self.tokens)):
-            depth = reached.get(self.parents[node])
-            if depth is not None and depth < len(accepted):
-                came_true = self.tokens[node] == accepted[depth]
-                self.rates.learn(self.kinds[node], self.frequencies[node], came_true)
-                if came_true:
-                    reached[node] = depth + 1
+        for node, is_correct in self.compared(committed):
+            self.rates.learn(self.kinds[node], self.frequencies[node], is_correct)
 
 
 @dataclass(slots=True)
@@ -100,39 +80,30 @@ class RequestState:
 
     tree: SuffixTree
     indexed: int = 1
-    drafts: list[Draft] = field(default_factory=list)
+    drafts: list[SuffixDraft] = field(default_factory=list)
 
-    def extend(self, tokens: Several[int]) -> None:
+    def extend(self, tokens: abc.Sequence[int]) -> None:
         """Index the tokens after those of the last call."""
         self.tree.add(0, tokens, self.indexed)
         self.indexed = len(tokens)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(LookupDrafter):
     """Offers a tree from the request's own text, and one from the outputs of the request's tenant.
 
     Requests share learned rates. Only requests of one tenant share texts.
     """
 
+    method = find_method("suffix")
+
     def __init__(self, verifier: Verifier, options: SuffixOptions | None = None) -> None:
-        super().__init__(verifier)
-        self.name = "suffix"
-        self.options = options = options or SuffixOptions()
-        self._context = options.suffix_decoding_max_tree_depth - 1
-        self._key = OfferKey(self.name, OfferKind.LOOKUP)
+        super().__init__(verifier, options)
+        limits = self.options
+        self._context = limits.suffix_decoding_max_tree_depth - 1
         self._own_rates, self._stored_rates = Rates(), Rates()
         self.store: SuffixStore | None = None
-        if options.suffix_decoding_max_cached_requests:
-            self.store = SuffixStore(
-                options.suffix_decoding_max_cached_requests, options.suffix_decoding_max_cached_tokens, self._context
-            )
-
-    @classmethod
-    def create(
-        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
-    ) -> Self:
-        """Return the drafter with options as `SuffixOptions`. Raises UsageError."""
-        return cls(verifier, find_method("suffix").parse_options(options))
+        if most := limits.suffix_decoding_max_cached_requests:
+            self.store = SuffixStore(most, limits.suffix_decoding_max_cached_tokens, self._context)
 
     def check_tenant(self) -> None:
         """Raise UsageError if the store keeps no outputs."""
@@ -157,7 +128,7 @@ class SuffixDrafter(Drafter):
         if self.store is not None and seq.tenant is not None:
             self.store.add(seq.tenant, seq.tokens[: seq.prompt_length], seq.new_tokens)
 
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         """Return the trees from the request's text and from its tenant's outputs."""
         state: RequestState = seq.drafting[self]
         tokens = seq.tokens
@@ -179,16 +150,16 @@ class SuffixDrafter(Drafter):
         state.drafts = []
 
     def _best(
-        self, tree: SuffixTree, tokens: Several[int], budget: Budget, rates: Rates, repeats: bool = False
-    ) -> Draft:
+        self, tree: SuffixTree, tokens: abc.Sequence[int], budget: Budget, rates: Rates, repeats: bool = False
+    ) -> SuffixDraft:
         """Return the draft with the largest sum of probabilities (section 3).
 
         It is the draft of the longest context, or of a shorter one if the longest has few places.
         repeats: True if a continuation that reaches the end of its text repeats itself.
         """
-        best = Draft(rates, [tokens[-1]])
+        best = SuffixDraft([tokens[-1]], rates=rates)
         for match in tree.matches(tokens):
-            draft = Draft(rates, [tokens[-1]], most=self._most(match.length))
+            draft = SuffixDraft([tokens[-1]], rates=rates, most=self._most(match.length))
             self._grow(draft, tree, match, min(draft.most, budget.depth), repeats)
             if sum(draft.probs) > sum(best.probs):
                 best = draft
@@ -196,7 +167,7 @@ class SuffixDrafter(Drafter):
                 break
         return best
 
-    def _grow(self, draft: Draft, tree: SuffixTree, match: Match, depth: int, repeats: bool) -> None:
+    def _grow(self, draft: SuffixDraft, tree: SuffixTree, match: Match, depth: int, repeats: bool) -> None:
         """Fill a draft with a context's continuations (algorithm 1), at most `depth` tokens deep."""
         paths = [tree.following(place, depth) for place in match.places[: -1 - LEAF_PLACES : -1]]
         if repeats:
@@ -204,7 +175,7 @@ class SuffixDrafter(Drafter):
         branches = [(0, 0, 1.0, paths)]
         while branches:
             parent, step, share, paths = branches.pop()
-            groups: dict[int, list[Several[int]]] = {}
+            groups: dict[int, list[abc.Sequence[int]]] = {}
             for path in paths:
                 if step < len(path):
                     groups.setdefault(path[step], []).append(path)
@@ -224,7 +195,7 @@ class SuffixDrafter(Drafter):
         return max(min(int(factor * used), depth - used), 1)
 
 
-def _repeated(path: Several[int], count: int) -> Several[int]:
+def _repeated(path: abc.Sequence[int], count: int) -> abc.Sequence[int]:
     """Return a text, repeated to `count` tokens if it is shorter."""
     if len(path) >= count:
         return path

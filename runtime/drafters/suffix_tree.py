@@ -4,13 +4,17 @@ It is a tree of reversed texts. A child of a node adds the token before the node
 visits the contexts of all lengths. A node is split only if more than a few contexts share it, and a split node keeps
 only its latest places. So the tree needs a limited number of bytes for each token.
 
-Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3. Texts can be removed.
+A store has one tree a tenant, with earlier outputs of the runtime. If it is full, it drops the oldest outputs.
+
+Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Several
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 LEAF_PLACES = 16
@@ -51,14 +55,14 @@ class SuffixTree:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._texts: dict[int, Several[int]] = {}
+        self._texts: dict[int, Sequence[int]] = {}
         self._root = _Node()
 
     def __len__(self) -> int:
         """Return the number of texts."""
         return len(self._texts)
 
-    def add(self, number: int, text: Several[int], start: int) -> None:
+    def add(self, number: int, text: Sequence[int], start: int) -> None:
         """Index the tokens of a text from `start` on. Pass a longer text again with its first new index."""
         self._texts[number] = text
         for index in range(max(start, 1), len(text)):
@@ -70,7 +74,7 @@ class SuffixTree:
         for index in range(max(start, 1), len(text)):
             self._take_out(text, index, number << _SHIFT | index)
 
-    def matches(self, tokens: Several[int]) -> list[Match]:
+    def matches(self, tokens: Sequence[int]) -> list[Match]:
         """Return the places that continue the latest of `tokens`, by length of context, longest first.
 
         Each match also has the places of the matches before it.
@@ -86,7 +90,7 @@ class SuffixTree:
         found.reverse()
         return found
 
-    def following(self, place: int, count: int) -> Several[int]:
+    def following(self, place: int, count: int) -> Sequence[int]:
         """Return at most `count` tokens from a place on, up to the end of the text."""
         index = place & _INDEX
         return self._texts[place >> _SHIFT][index : index + count]
@@ -96,7 +100,7 @@ class SuffixTree:
         """Return the index of a place in its text."""
         return place & _INDEX
 
-    def _walk(self, tokens: Several[int]) -> Iterator[_Node]:
+    def _walk(self, tokens: Sequence[int]) -> Iterator[_Node]:
         """Yield the nodes of the latest tokens, root first, as far as the tree has them."""
         node: _Node | None = self._root
         end = len(tokens)
@@ -107,14 +111,14 @@ class SuffixTree:
             end -= 1
             node = node.children.get(tokens[end])
 
-    def _longer(self, tokens: Several[int], depth: int, places: list[int]) -> Iterator[Match]:
+    def _longer(self, tokens: Sequence[int], depth: int, places: list[int]) -> Iterator[Match]:
         """Yield the matches of a leaf with longer contexts than its own, shortest first."""
         lengths = [self._agreement(tokens, place, depth) for place in places]
         for length in sorted(set(lengths)):
             if length > depth:
                 yield Match(length, [place for place, agrees in zip(places, lengths, strict=True) if agrees >= length])
 
-    def _agreement(self, tokens: Several[int], place: int, length: int) -> int:
+    def _agreement(self, tokens: Sequence[int], place: int, length: int) -> int:
         """Return how many tokens before a place agree with the latest ones. `length` of them are known to agree."""
         text, index, end = self._texts[place >> _SHIFT], place & _INDEX, len(tokens)
         most = min(self._depth, index, end)
@@ -122,7 +126,7 @@ class SuffixTree:
             length += 1
         return length
 
-    def _insert(self, text: Several[int], index: int, place: int) -> None:
+    def _insert(self, text: Sequence[int], index: int, place: int) -> None:
         node, depth = self._root, 0
         while node.children is not None:
             _append(node.places, place)
@@ -149,7 +153,7 @@ class SuffixTree:
                 child = node.children[before] = _Node()
             child.places.append(place)
 
-    def _take_out(self, text: Several[int], index: int, place: int) -> None:
+    def _take_out(self, text: Sequence[int], index: int, place: int) -> None:
         node, depth = self._root, 0
         path = []
         while True:
@@ -179,3 +183,79 @@ def _append(places: list[int], place: int) -> None:
     places.append(place)
     if len(places) >= 2 * LATEST:
         del places[:-LATEST]
+
+
+_LOG = logging.getLogger("redraft.suffix")
+
+
+class _Stored(NamedTuple):
+    tenant: str
+    number: int
+    start: int
+    tokens: int
+
+
+class SuffixStore:
+    """Outputs by tenant. No request reads the outputs of another tenant.
+
+    max_requests, max_tokens: limits for all tenants together, in outputs and tokens.   depth: longest context.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int, depth: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._depth = depth
+        self._trees: dict[str, SuffixTree] = {}
+        self._stored: deque[_Stored] = deque()
+        self._next = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def tree(self, tenant: str) -> SuffixTree | None:
+        """Return the tree of a tenant's outputs; None without outputs."""
+        return self._trees.get(tenant)
+
+    def add(self, tenant: str, prompt_end: Sequence[int], output: Sequence[int]) -> None:
+        """Add an output. The last tokens of its prompt are the context of its first token, and are never drafted.
+
+        The store ignores an output that is longer than itself.
+        """
+        text = (*prompt_end[-self._depth :], *output)
+        if not output or len(text) > self._max_tokens:
+            _LOG.debug("an output of %d tokens is not kept, the limit is %d", len(text), self._max_tokens)
+            return
+        new = _Stored(tenant, self._next, len(text) - len(output), len(text))
+        self._next += 1
+        with self._forgotten_on_error(tenant):
+            self._trees.setdefault(tenant, SuffixTree(self._depth)).add(new.number, text, new.start)
+            self._stored.append(new)
+            self.tokens += new.tokens
+        while len(self._stored) > self._max_requests or self.tokens > self._max_tokens:
+            self._drop_oldest()
+
+    def forget(self, tenant: str) -> None:
+        """Drop all outputs of a tenant."""
+        self._stored = deque(one for one in self._stored if one.tenant != tenant)
+        self.tokens = sum(one.tokens for one in self._stored)
+        self._trees.pop(tenant, None)
+
+    @contextmanager
+    def _forgotten_on_error(self, tenant: str) -> Iterator[None]:
+        """Drop the tenant's outputs if its tree is left half changed, as by an interrupt."""
+        try:
+            yield
+        except BaseException:
+            self.forget(tenant)
+            raise
+
+    def _drop_oldest(self) -> None:
+        oldest = self._stored[0]
+        with self._forgotten_on_error(oldest.tenant):
+            tree = self._trees[oldest.tenant]
+            tree.remove(oldest.number, oldest.start)
+            if not tree:
+                del self._trees[oldest.tenant]
+            self._stored.popleft()
+            self.tokens -= oldest.tokens

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from redraft.errors import UsageError
-from redraft.runtime.grammar import JSON_SCHEMA, REGEX, Grammar
+from redraft.runtime.params import JSON_SCHEMA, REGEX, Grammar
 from redraft.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:

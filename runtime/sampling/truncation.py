@@ -2,12 +2,18 @@
 
 The order is temperature, top-k, top-p, min-p. Each looks only at the tokens that the ones before it left, with their
 probabilities normalized again. Noise is needed only for the tokens that are left.
+
+Log probabilities are of the distribution from which the token is drawn: after all processors, temperature and
+truncation. At temperature 0 they are of the processed logits at temperature 1. So a token that is never drawn has none,
+and exp of the chosen token's log probability is how often it is drawn. (vLLM's default is before processors; its mode
+`processed_logprobs` is this one.)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,3 +123,33 @@ def _top_p(support: Support, p: float) -> Support:
 
 _MARGIN = 1 - 1e-6
 """For rounding: more tokens are sorted than needed."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """A token of the answer, its log probability, and the likeliest tokens there with theirs, the likeliest first.
+
+    top: at most as many as requested; fewer if truncation left fewer.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one JSON object."""
+        top = [{"token_id": token, "logprob": value} for token, value in self.top]
+        return {"token_id": self.token_id, "logprob": self.logprob, "top": top}
+
+
+def token_logprobs(support: Support, place: int, alternatives: int) -> TokenLogprobs:
+    """Return the log probabilities of the token at `place`, and of the `alternatives` likeliest of `support`.
+
+    Of equally likely tokens, those with lower ids come first.
+    """
+    values = log_probs(support.scores)
+    count = min(alternatives, len(values))
+    likely = np.flatnonzero(values >= np.partition(values, -count)[-count]) if count else np.empty(0, np.int64)
+    order = likely[np.argsort(-values[likely], kind="stable")][:count]
+    top = [(support.token(found), float(values[found])) for found in order.tolist() if values[found] > -np.inf]
+    return TokenLogprobs(support.token(place), float(values[place]), tuple(top))

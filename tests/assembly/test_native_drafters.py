@@ -19,8 +19,8 @@ from redraft.assembly.options import choose_drafters, options_of
 from redraft.cli import main
 from redraft.config import NATIVE, BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import Checkpoint
-from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Costs
 
@@ -46,7 +46,7 @@ def built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Build:
 def check_texts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts equal plain decoding's on each device, greedy and sampled."""
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     for device, slots in ((None, 1), ("cpu", 2)):
         with Runtime.open(bundle, threads=1, max_num_seqs=slots, device=device, verify=False) as runtime:
             for temperature in (0.0, 1.0):

@@ -20,8 +20,8 @@ from redraft.assembly.models import Model, Place, find_model
 from redraft.assembly.preflight import check_libraries, needs_of
 from redraft.config import BuildConfig
 from redraft.errors import BackendError, BundleError, CheckpointError
-from redraft.export.checkpoint import Checkpoint
-from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 
 INT8 = BuildConfig(precision="int8")
 

@@ -20,8 +20,8 @@ from redraft.assembly.options import parse_drafter
 from redraft.cli import main
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError
-from redraft.export.checkpoint import Checkpoint
-from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Costs
 
@@ -48,7 +48,7 @@ def test_a_bundle_of_published_drafters(
     verifier: Path, published: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     drafters = tuple(parse_drafter(f"{name}={path},precision=fp32", ()) for name, path in published.items())
     assert [drafter.method for drafter in drafters] == ["eagle", "eagle3"]
     lines: list[str] = []

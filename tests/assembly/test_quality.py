@@ -12,9 +12,9 @@ from redraft.assembly.precisions import WORST, describe_choice, describe_target,
 from redraft.assembly.quality import Texts, _Compared
 from redraft.engines.manifest import Quality
 from redraft.errors import UsageError
-from redraft.export.calibrate import Calibration
-from redraft.export.product_forms import ProductPlan
-from redraft.export.product_weights import ProductWeight
+from redraft.export.quantization.calibrate import Calibration
+from redraft.export.quantization.product_forms import ProductPlan
+from redraft.export.quantization.product_weights import ProductWeight
 
 VOCABULARY, TOKENS = 7, 5
 

@@ -9,8 +9,8 @@ from tests.export.gguf_files import random_file
 
 from redraft.assembly.tokenizers import Tokens, check_same_tokens
 from redraft.errors import CheckpointError
-from redraft.export.checkpoint import Checkpoint
-from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 
 WORDS = ("<s>", "a", "b", "c", "d")
 

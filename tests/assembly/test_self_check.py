@@ -18,8 +18,10 @@ from redraft.assembly.self_check import KnownText, known_texts
 from redraft.config import BuildConfig
 from redraft.engines.manifest import load_manifest
 from redraft.errors import BackendError, UnsupportedModelError
-from redraft.export import attention, products, quantize, verifier
-from redraft.export.calibrate import Calibrator
+from redraft.export import verifier
+from redraft.export.graph import attention
+from redraft.export.quantization import products, rounding
+from redraft.export.quantization.calibrate import Calibrator
 from redraft.runtime.tree import make_tree
 
 
@@ -83,8 +85,8 @@ def test_weights_of_another_tensor_are_noticed(checkpoint, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_weights_in_another_order_are_refused(checkpoint, tmp_path, monkeypatch, precision):
-    honest = quantize.codes_of
-    monkeypatch.setattr(quantize, "codes_of", lambda *arguments: honest(*arguments)[::-1])
+    honest = rounding.codes_of
+    monkeypatch.setattr(rounding, "codes_of", lambda *arguments: honest(*arguments)[::-1])
     with pytest.raises(UnsupportedModelError, match=r"the stored weight of .* differs"):
         build(checkpoint, tmp_path / "engines", precision=precision)
 
@@ -113,7 +115,7 @@ def test_rows_in_the_middle_of_a_large_weight_are_compared(tmp_path, monkeypatch
     """The products' results are those of the wrong codes, and modules take results as they are."""
     large = write_large(tmp_path / "large", "llama", intermediate_size=400, vocab_size=len(WORDS))
     write_tokenizer(large)
-    honest = quantize.codes_of
+    honest = rounding.codes_of
 
     def exchanged(weight, grid, bits):
         codes = honest(weight, grid, bits)
@@ -121,7 +123,7 @@ def test_rows_in_the_middle_of_a_large_weight_are_compared(tmp_path, monkeypatch
             codes[150:250] = codes[150:250][::-1].copy()
         return codes
 
-    monkeypatch.setattr(quantize, "codes_of", exchanged)
+    monkeypatch.setattr(rounding, "codes_of", exchanged)
     with pytest.raises(UnsupportedModelError, match=r"the stored weight of .*mlp.* differs"):
         build(large, tmp_path / "engines", precision="int8")
 

@@ -15,7 +15,7 @@ from redraft.assembly import tokenizer_conversion
 from redraft.assembly.models import HUB_FILES
 from redraft.assembly.tokenizers import SpecialTokens, write_text_files
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.runtime.tokenizer import Tokenizer
 
 from .tokenizer_files import (

@@ -16,7 +16,7 @@ from redraft.bench.gpu_speed import bounded, host_us, plain_share, step_ms_by_ac
 from redraft.bench.prompts import Prompt
 from redraft.bench.roofline import traffic
 from redraft.engines import open_bundle
-from redraft.runtime import Generation, SamplingParams, bound_step, speculators
+from redraft.runtime import Generation, SamplingParams, bound_step, speculation
 from redraft.runtime.metrics import Metrics
 from redraft.runtime.synthetic import Acceptance
 from redraft.types import Budget, Costs
@@ -30,7 +30,7 @@ def test_the_hosts_time_leaves_out_its_waits(
     now = [0.0]
     fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     with open_over(fakes.device, bundle) as runtime:
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
         wait, fill = fakes.device.wait, bound_step.BoundTreeStep.fill

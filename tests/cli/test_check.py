@@ -16,9 +16,8 @@ from redraft.bench import lossless
 from redraft.cli import check, main
 from redraft.runtime.drafters import method_words
 from redraft.runtime.drafters.ngram import DRAFTER as Ngram
-from redraft.runtime.sampling import drawn, rejection
-from redraft.runtime.sampling.coupled import Coupled
-from redraft.runtime.sampling.walk import Walk
+from redraft.runtime.sampling import path_sampler, rejection
+from redraft.runtime.sampling.path_sampler import PathSampler
 
 Refused = Callable[..., str]
 Check = Callable[..., dict[str, Any]]
@@ -137,13 +136,13 @@ def test_blocks_that_take_the_bonus_from_the_target(checked: Check, monkeypatch:
 
 def biased(monkeypatch: pytest.MonkeyPatch, token: int, share: float) -> None:
     """Make every draw of `Rejection` this token, with this probability."""
-    right = drawn.verify
+    right = rejection.verify
 
     def verify(tree: Any, target: Any, chance: Any, block: bool) -> rejection.Accepted:
         found = right(tree, target, chance, block)
         return ((), token) if chance.accepts(share) else found
 
-    monkeypatch.setattr(drawn, "verify", verify)
+    monkeypatch.setattr(rejection, "verify", verify)
 
 
 @pytest.mark.slow
@@ -157,8 +156,8 @@ def test_a_token_that_is_drawn_a_hundredth_too_often(checked: Check, monkeypatch
 
 def test_noise_that_forgets_its_position(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token alone has the right distribution, and texts agree, but tokens depend on each other."""
-    right = Coupled.perturbed
-    monkeypatch.setattr(Coupled, "perturbed", lambda self, support, position: right(self, support, 0))
+    right = path_sampler.perturbed
+    monkeypatch.setattr(path_sampler, "perturbed", lambda support, seed, position: right(support, seed, 0))
     found = checked("--method", "ngram", "--draws", 4000, status=1)
     assert failing(found) == ["none"]
     assert failed_tests(found, "none") == {"pairs"}
@@ -166,14 +165,14 @@ def test_noise_that_forgets_its_position(checked: Check, monkeypatch: pytest.Mon
 
 def test_noise_that_counts_nodes_of_the_tree(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts then depend on what was drafted."""
-    right = Walk.verify
+    right = PathSampler.verify
 
-    def verify(self: Walk, logits: Any, tree: Any, tokens: Any) -> Any:
+    def verify(self: PathSampler, logits: Any, tree: Any, tokens: Any) -> Any:
         if self._params.temperature:
-            self._choose = Coupled(len(tree))
+            self._seed = len(tree)
         return right(self, logits, tree, tokens)
 
-    monkeypatch.setattr(Walk, "verify", verify)
+    monkeypatch.setattr(PathSampler, "verify", verify)
     found = checked("--method", "lyanna", "--draws", 1000, status=1)
     assert "lyanna" in failing(found)
     text = next(one for one in found["methods"]["lyanna"]["texts"] if not one["holds"])
@@ -182,7 +181,7 @@ def test_noise_that_counts_nodes_of_the_tree(checked: Check, monkeypatch: pytest
 
 
 def test_missing_noise(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Coupled, "perturbed", lambda self, support, position: support.scores)
+    monkeypatch.setattr(path_sampler, "perturbed", lambda support, seed, position: support.scores)
     found = checked("--method", "ngram", "--draws", 1000, status=1)
     assert failing(found) == ["none"]
     assert found["seeds"]["differing"] == 0

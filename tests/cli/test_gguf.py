@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.export.gguf_files import TEMPLATE, random_file
-from tests.export.test_gguf_verifier import by_transformers
+from tests.export.gguf_files import TEMPLATE, by_transformers, random_file
 from tests.little import Redraft
 
 Refused = Callable[..., str]

@@ -30,7 +30,7 @@ def drafter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random drafter for `checkpoint`; not to be written to."""
     from tests.export.drafters.tiny import CONFIG, write_drafter
 
-    from redraft.export.checkpoint import Checkpoint
+    from redraft.export.checkpoint.safetensors import Checkpoint
 
     config = replace(CONFIG, vocab_size=len(WORDS), steps=STEPS)
     return write_drafter(tmp_path_factory.mktemp("drafter"), Checkpoint.open(checkpoint), config)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.watchers import Recording
+from redraft.runtime.profiling import Recording
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 PROMPTS = ["def add(a, b):\n    return", "Tom has 3 apples. He buys", "import os\n\n\ndef"]

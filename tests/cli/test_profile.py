@@ -25,7 +25,7 @@ from redraft.cli.profile import Asked, decode
 from redraft.engines import open_bundle
 from redraft.runtime import api
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.watchers import Recorded, Recording
+from redraft.runtime.profiling import Recorded, Recording
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]

@@ -180,7 +180,7 @@ def _head_norm(graph: _Graph, x: str, heads: int) -> str:
 
 
 def _model(graph: _Graph) -> onnx.ModelProto:
-    from redraft.export.tree_attention import OPSET, bodies
+    from redraft.export.graph.tree_attention import OPSET, bodies
 
     d = graph.decoder
     inputs, outputs = (

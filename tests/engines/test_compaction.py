@@ -16,7 +16,7 @@ from redraft.engines.host_device import HostDevice
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.engines.tensorrt_device import TensorRtDevice
-from redraft.export.step_graphs import export_step_graphs
+from redraft.export.graph.step_graphs import export_step_graphs
 from redraft.names import Dtype
 from redraft.plugins.library import BUILD, CPU_LIBRARY, LIBRARY_VARIABLE, Kernels, find_kernels
 from redraft.signatures import VerifierShape

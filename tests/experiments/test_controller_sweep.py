@@ -7,10 +7,7 @@ from math import log
 import pytest
 
 from experiments.controller_sweep import OTHERS, THRESHOLDS, Position, StepCosts, positions_of, replay, score, sweep
-from redraft.runtime.controllers.confidence import Confidence
-from redraft.runtime.controllers.gammatune import GammaTune
-from redraft.runtime.controllers.heuristic import Heuristic
-from redraft.runtime.controllers.rules import LengthRule
+from redraft.runtime.controllers.rules import Confidence, GammaTune, Heuristic, LengthRule
 
 COSTS = StepCosts(draft_ms=[0.0, 1.0, 2.0, 3.0, 4.0], verify_ms=[0.0, 10.0, 11.0, 12.0, 13.0, 14.0])
 PROBS = (0.9, 0.8, 0.2, 0.9)

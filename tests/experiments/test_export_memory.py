@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import export_memory
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 
 
 def test_written_checkpoint_is_sharded_and_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

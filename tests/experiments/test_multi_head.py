@@ -17,7 +17,7 @@ from experiments.multi_head.objective import JointObjective
 from experiments.multi_head.recipe import VariantRecipe
 from experiments.tiny.publish import publish as publish_verifier
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.train.batches import Batch
 from redraft.train.run import load_corpora

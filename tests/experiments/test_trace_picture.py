@@ -9,7 +9,7 @@ import pytest
 
 from experiments.trace_picture import Bar, counters, describe, draw, read, window
 from redraft.errors import DataError
-from redraft.runtime.watchers import Recording
+from redraft.runtime.profiling import Recording
 
 
 def write_trace(path: Path, steps: int = 3) -> Path:

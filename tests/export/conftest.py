@@ -8,8 +8,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from redraft.export import tracing
-from redraft.export.tracing import VerifierModule
+from redraft.export.graph import tracing
+from redraft.export.graph.tracing import VerifierModule
 from redraft.signatures import VerifierShape
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -212,6 +213,12 @@ def stored_tensors(model: Any, known: Architecture) -> Tensors:
         stem, _, suffix = name.rpartition(".") if name.endswith(("weight", "bias")) else (name, "", "weight")
         found[f"{names.get_name(stem)}.{suffix}"] = values
     return found
+
+
+def by_transformers(path: Path) -> Any:
+    """transformers' own model of the file. It requires accelerate, which reading a GGUF file does not use."""
+    with mock.patch("transformers.modeling_utils.is_accelerate_available", return_value=True):
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 def byte_level_tokenizer() -> dict[str, Any]:

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from redraft.errors import CheckpointError, RedraftError
-from redraft.export import checkpoint, gguf_file
-from redraft.export.gguf_checkpoint import GgufCheckpoint
-
-from . import hostile
-from .gguf_files import random_file
+from redraft.export.checkpoint.safetensors import read_header
+from redraft.export.gguf import file as gguf_file
+from redraft.export.gguf.checkpoint import GgufCheckpoint
+from tests.export import hostile
+from tests.export.gguf_files import random_file
 
 MOST_BYTES = 3 << 20
 """Memory beyond that of the file: of a name, a place and a shape for each of a few thousand tensors or keys."""
@@ -77,7 +77,7 @@ def test_damaged_gguf_headers(valid: Path, tmp_path: Path) -> None:
 def test_hostile_safetensors_headers(tmp_path: Path) -> None:
     random = Random(3)
     data = [hostile.hostile_safetensors(random) for _ in range(600)]
-    assert {read(tmp_path / "a", item, checkpoint.read_header) for item in data} == {"read", "CheckpointError"}
+    assert {read(tmp_path / "a", item, read_header) for item in data} == {"read", "CheckpointError"}
 
 
 def test_damaged_safetensors_headers(tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_damaged_safetensors_headers(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "valid", {"format": "pt", "brackets": '}]"{['})
     data = (tmp_path / "valid").read_bytes()
     random = Random(4)
-    found = {read(tmp_path / "a", hostile.damaged(data, 700, random), checkpoint.read_header) for _ in range(400)}
-    assert read(tmp_path / "a", data, checkpoint.read_header) == "read"
+    found = {read(tmp_path / "a", hostile.damaged(data, 700, random), read_header) for _ in range(400)}
+    assert read(tmp_path / "a", data, read_header) == "read"
     assert found == {"read", "CheckpointError"}
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 from redraft.export.reference import reference_logits
-
-from .gguf_files import random_file
+from tests.export.gguf_files import random_file
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen2moe", "stablelm"])

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from redraft import names, signatures
 from redraft.config import BuildConfig
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.verifier import VerifierExport, export_verifier
-
-from .models import ARCHITECTURES, write_checkpoint
+from tests.export.models import ARCHITECTURES, write_checkpoint
 
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 8e-2

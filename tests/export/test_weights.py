@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 
 from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export import checkpoint, sources
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint import base, sources
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.verifier import VerifierExport, export_verifier
-
-from .models import write_checkpoint
+from tests.export.models import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -99,7 +98,7 @@ def test_written_file_is_safetensors(tmp_path):
 def test_slabs_do_not_change_the_content(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     export(source, tmp_path / "whole", precision="int4")
-    monkeypatch.setattr(checkpoint, "SLAB_BYTES", 1000)
+    monkeypatch.setattr(base, "SLAB_BYTES", 1000)
     export(source, tmp_path / "slabs", precision="int4")
     assert (tmp_path / "whole/weights/int4.safetensors").read_bytes() == (
         tmp_path / "slabs/weights/int4.safetensors"

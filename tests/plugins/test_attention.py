@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from redraft.export.tree_attention import tree_attention
+from redraft.export.graph.tree_attention import tree_attention
 from redraft.plugins.library import HEAD_DIMS, Kernels
 from redraft.runtime.tree import ancestor_mask
 

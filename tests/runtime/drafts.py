@@ -6,7 +6,7 @@ from redraft.runtime.controller import Controller, FixedBudget
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.offers import Offer, OfferKey, Plan, Speculation, StepLimits
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome

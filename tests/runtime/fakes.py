@@ -18,7 +18,7 @@ from redraft import names, signatures
 from redraft.engines.device import Buffer, Run, check_bindings
 from redraft.engines.host_buffer import array_of
 from redraft.names import TensorSpec
-from redraft.runtime import Runtime, SamplingParams, api, speculators
+from redraft.runtime import Runtime, SamplingParams, api, speculation
 from redraft.runtime.chat import DEFAULT, ChatTemplates
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=2, hidden=3, vocabulary=VOC
 def fix_costs(patch: pytest.MonkeyPatch) -> None:
     """Make calls cost the same on every machine: CURVE, drafts nothing. The clock stands, so nothing corrects that."""
     patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    patch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    patch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     patch.setattr(time, "perf_counter", lambda: 0.0)
 
 

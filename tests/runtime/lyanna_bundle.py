@@ -8,7 +8,7 @@ from pathlib import Path
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from tests.cli.conftest import write_tokenizer
 from tests.engines.drafters import lyanna_build
 from tests.export.drafters.tiny import CONFIG, write_drafter, write_verifier

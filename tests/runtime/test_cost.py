@@ -11,8 +11,9 @@ from redraft import user_cache
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError
-from redraft.runtime import api, cost, kept
-from redraft.runtime.cost import CostCurve, VerifyCosts, cached_costs, keep_costs, load_costs, measure_curve
+from redraft.runtime import api, measurements
+from redraft.runtime.cost import CostCurve, VerifyCosts
+from redraft.runtime.measurements import cached_costs, load_costs, measure_curve, save_costs
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 
@@ -101,7 +102,7 @@ def test_a_folder_that_machines_share_never_serves_another_gpus_times(
     drafter, identity = TimedDrafter(), {"build": "a", "device": "cuda"}
     calls = []
     for gpu in (Gpu("One", (9, 0), 1, 1), Gpu("One", (9, 0), 2, 2), other):
-        monkeypatch.setattr(kept, "find_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(measurements, "find_gpu", lambda gpu=gpu: gpu)
         load_costs(verifier, identity)
         cached_costs(verifier, drafter, {**identity, "method": "x"})
         calls.append((Timed.calls, drafter.calls))
@@ -115,10 +116,10 @@ def test_a_runtime_names_its_device(
     lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, device: str, measured: int
 ) -> None:
     bundle, curves = open_bundle(lyanna_bundle, verify=False), []
-    monkeypatch.setattr(cost, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
+    monkeypatch.setattr(measurements, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
     monkeypatch.setattr(api, "settle_exactness", lambda verifier, identity: None)
     for name in ("One", "Other", "One"):
-        monkeypatch.setattr(kept, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
+        monkeypatch.setattr(measurements, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
         opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path).device
         open_over(opened, lyanna_bundle).close()
     assert len(curves) == measured == len(list(cache.iterdir()))
@@ -128,7 +129,7 @@ def test_a_runtime_names_its_device(
 def test_no_driver_is_used_if_no_gpu_computes(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(kept, "find_gpu", lambda: pytest.fail("the driver was asked"))
+    monkeypatch.setattr(measurements, "find_gpu", lambda: pytest.fail("the driver was asked"))
     load_costs(verifier, {"build": "a", **device})
     assert len(list(cache.iterdir())) == 1
 
@@ -139,7 +140,7 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
     def absent() -> Gpu:
         raise BackendError("no CUDA driver")
 
-    monkeypatch.setattr(kept, "find_gpu", absent)
+    monkeypatch.setattr(measurements, "find_gpu", absent)
     identity = {"build": "a", "device": "cuda"}
     assert load_costs(verifier, identity).largest == 24
     assert cached_costs(verifier, TimedDrafter(), identity) == Costs(0.5, 0.125)
@@ -292,13 +293,13 @@ def test_numbers_of_sequences_that_were_not_measured_lie_between() -> None:
     assert costs.table_ms(4) == pytest.approx([2 * ms for ms in TRUE.table_ms])
     called(costs, [8] * 64, CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}), sequences=4)
     assert costs.table_ms(4)[8] == pytest.approx(3 * 13.5, rel=0.02)
-    assert set(costs.believed) == {1, 4, 16}
+    assert set(costs.estimated) == {1, 4, 16}
 
 
 def test_estimates_are_saved_with_the_measured_times(verifier: Timed, cache: Path) -> None:
     costs = load_costs(verifier, {"build": "a"})
     called(costs, [1] * 64)
-    keep_costs(costs, {"build": "a"})
+    save_costs(costs, {"build": "a"})
     again = load_costs(verifier, {"build": "a"})
     assert again.table_ms(1) == pytest.approx(costs.table_ms(1))
     assert again.measured == costs.measured
@@ -311,7 +312,7 @@ def test_a_change_that_matters_little_is_not_written(verifier: Timed, cache: Pat
     before = file.stat().st_mtime_ns, file.read_bytes()
     slightly = CostCurve(tuple(1.01 * ms for ms in costs.table_ms(1)))
     called(costs, [1] * 64, slightly)
-    keep_costs(costs, {"build": "a"})
+    save_costs(costs, {"build": "a"})
     assert (file.stat().st_mtime_ns, file.read_bytes()) == before
 
 

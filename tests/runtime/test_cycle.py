@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 
 import pytest
 
@@ -15,11 +15,10 @@ from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import Call, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.drafters.base import Pair, TreeMaker
 from redraft.runtime.drafters.ngram import NgramDrafter
-from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Speculation
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import Verifier
@@ -45,7 +44,7 @@ class Recorder(TreeMaker):
     def pending_features(self, slots: range) -> Mapping[str, Buffer]:
         return {"last": slots_of(self.rows, slots)}
 
-    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
+    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
         return [self.seen[id(seq)] for seq in batch]
 
     def begin(self, seq: Sequence) -> None:
@@ -73,25 +72,25 @@ class Recorder(TreeMaker):
     def remaining(self, seq: Sequence) -> int:
         return 1 - seq.prompt_length % 2
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def resample(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[DraftTree]:
         chosen = self.chosen(batch, budgets)
         assert all(seq.prompt_length % 2 == 0 for seq in chosen)
         self.resampled += len(chosen)
         return self.guesses(batch, budgets)
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[DraftTree]:
         chosen = self.chosen(batch, budgets)
         assert all(seq.prompt_length % 2 for seq in chosen)
         self.drafted += len(chosen)
         return self.guesses(batch, budgets)
 
-    def chosen(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Sequence]:
+    def chosen(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Sequence]:
         """Return the sequences of a call over the whole batch that have a budget, at least one."""
         chosen = [seq for seq, budget in zip(batch, budgets, strict=True) if budget.nodes]
         assert chosen
         return chosen
 
-    def guesses(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def guesses(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[DraftTree]:
         return [
             self.guess(seq, budget) if budget.nodes else root_only(seq.tokens[-1])
             for seq, budget in zip(batch, budgets, strict=True)
@@ -115,7 +114,7 @@ def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
 class Wide(TreeMaker):
     """Drafts as many tokens as the budget allows. The lookup is unlikely to find any of them."""
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[DraftTree]:
         return [self.guess(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
 
     def guess(self, seq: Sequence, budget: Budget) -> DraftTree:
@@ -143,14 +142,14 @@ class Slow(Wide):
     name = "slow"
     now = 0.0
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[DraftTree]:
         self.now += 1.0
         return super().draft(batch, budgets)
 
     def remaining(self, seq: Sequence) -> int:
         return seq.prompt_length % 2
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def resample(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[DraftTree]:
         self.now += 2.0
         return self.draft(batch, budgets)
 
@@ -160,7 +159,7 @@ class SlowLookup(NgramDrafter):
 
     now = 0.0
 
-    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         self.now += 0.5
         return super().offers(seq, budget)
 

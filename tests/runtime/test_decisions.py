@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from redraft.engines.device import Buffer, Run
-from redraft.runtime import ranges, scheduler
+from redraft.runtime import profiling, scheduler
 from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.api import GREEDY
 from redraft.runtime.controller import Controller, FixedBudget
@@ -64,7 +64,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(ranges, "time", clock)
+    monkeypatch.setattr(profiling, "time", clock)
     return clock
 
 

@@ -18,11 +18,11 @@ from redraft import names, signatures
 from redraft.engines import BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord
 from redraft.errors import DataError, UsageError
-from redraft.export.step_graphs import export_step_graphs
+from redraft.export.graph.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep
-from redraft.runtime.cost import measure_curve
+from redraft.runtime.measurements import measure_curve
 from redraft.runtime.trace import replay
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget

@@ -19,7 +19,7 @@ from redraft.engines.device import Buffer
 from redraft.engines.host_buffer import HostBuffer
 from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, graph_steps, speculators
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, graph_steps, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_tree import DeviceDrafts, DeviceTree, calls_of
@@ -41,7 +41,7 @@ SHORT = prompts(4, seed=3, longest=12)
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 
 

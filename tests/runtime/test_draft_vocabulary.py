@@ -16,7 +16,7 @@ from redraft import names
 from redraft.engines import open_bundle
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.runtime import Runtime, SpeculationParams, api, scheduler, speculators
+from redraft.runtime import Runtime, SpeculationParams, api, scheduler, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.offers import Speculation
@@ -45,7 +45,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def opened(request: pytest.FixtureRequest, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Return a function that opens the bundle on the host or on a device, without measuring."""
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
 

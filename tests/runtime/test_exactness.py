@@ -77,10 +77,10 @@ def test_differences_are_named(where: Callable[[int, int], bool], named: set[str
 def test_a_single_row_that_differs_is_computed_as_two_also_after_the_next_opening() -> None:
     first = verifier(lambda sequences, rows: sequences == rows == 1)
     assert settle_exactness(first, {"build": "a"}).holds
-    assert first.fewest_rows == 2
+    assert first.steps.fewest_rows == 2
     again = verifier(lambda sequences, rows: sequences == rows == 1)
     assert settle_exactness(again, {"build": "a"}).holds
-    assert again.fewest_rows == 2
+    assert again.steps.fewest_rows == 2
     assert engine_of(again).calls == 0  # type: ignore[attr-defined]
 
 

@@ -13,12 +13,12 @@ from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.engines.device import Device
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
 from redraft.methods import ROWS, find_method
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.drafters.proposals import ChainProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Tree
@@ -142,7 +142,7 @@ def test_a_drafter_that_claims_another_distribution_is_found(one: Runtime, monke
 
 def test_drawn_drafts_are_chains_next_to_trees(three: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first child of a node is drawn from the distribution that is kept."""
-    drafter, seen = three._speculators.drafter(DRAFTERS[0]), set()
+    drafter, seen = three._speculation.drafter(DRAFTERS[0]), set()
     draft = drafter.draft
 
     def observed(batch: list[Sequence], budgets: list[Budget]) -> list[Tree]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import random
+from collections import abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,12 @@ from redraft.noise_spec import DRAWN
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
+from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
-from redraft.runtime.sampling.greedy import Greedy
-from redraft.runtime.sampling.noise import RowKey, noise_of
+from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, RowKey, noise_of
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
 from redraft.runtime.tree import prune
@@ -141,7 +140,7 @@ def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, thre
 
 
 def lyanna_of(runtime: Runtime) -> LyannaDrafter:
-    drafter = runtime._speculators.drafter("lyanna")
+    drafter = runtime._speculation.drafter("lyanna")
     assert isinstance(drafter, LyannaDrafter)
     return drafter
 
@@ -178,7 +177,7 @@ class Scripted(FixedBudget):
         seq.control = self.now
         return NO_SPECULATION if self.now is OfferKind.NONE else FULL
 
-    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
+    def _plan(self, seq: Sequence, offers: abc.Sequence[Offer], limits: StepLimits) -> Plan:
         if seq.control is OfferKind.NONE:
             return super()._plan(seq, offers, limits)
         wanted = [OfferKind.RESAMPLE, OfferKind.FRESH] if seq.control is OfferKind.RESAMPLE else [seq.control]
@@ -241,7 +240,7 @@ def test_a_draft_does_not_depend_on_earlier_drafts(opened: Open, max_num_seqs: i
         requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
         scripts = {id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests}
         controller = Scripted(scripts)
-        drafter = Pair(runtime._speculators.drafter("ngram"), lyanna_of(runtime))
+        drafter = Pair(runtime._speculation.drafter("ngram"), lyanna_of(runtime))
         cycle, steps = Cycle(runtime.verifier, Speculation(drafter, controller)), 0
         batch: list[Sequence] = []
         pending = list(requests)

@@ -16,12 +16,12 @@ from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.engines.device import Device
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
-from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.drafters.proposals import ChainProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Costs, Tree
@@ -77,7 +77,7 @@ def unmeasured() -> Iterator[None]:
     """Calls cost the same on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-        patch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+        patch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
         yield
 
 
@@ -131,7 +131,7 @@ def test_heads_read_the_hidden_state_that_gave_the_last_token(
     three: Runtime, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each drafted tree has the candidates of transformers' own hidden state there, in every slot and every step."""
-    drafter, seen = three._speculators.drafter("medusa"), list[tuple[list[int], Tree]]()
+    drafter, seen = three._speculation.drafter("medusa"), list[tuple[list[int], Tree]]()
     draft = drafter.draft
 
     def observed(batch: list[Sequence], budgets: list[Budget]) -> list[Tree]:

@@ -20,12 +20,12 @@ from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
-from redraft.runtime import Runtime, SpeculationParams, api, speculators
+from redraft.runtime import Runtime, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.device_tree import calls_of
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Verifier
@@ -46,7 +46,7 @@ Nodes = tuple[list[int], list[int]]
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
 
@@ -122,7 +122,7 @@ def requests_of(runtime: Runtime, texts: list[list[int]], owners: list[str], see
     return [
         Played(
             Sequence(list(text), len(text), min(len(text) + tokens, limit), frozenset(), Greedy()),
-            runtime._speculators.drafter(owner),
+            runtime._speculation.drafter(owner),
             random.Random(seed + number).choices(kinds, k=tokens),
         )
         for number, (text, owner) in enumerate(zip(texts, owners, strict=True))
@@ -172,7 +172,7 @@ def test_a_slot_that_is_not_drafted_for_keeps_what_can_be_resampled(lyanna_bundl
     """Fresh drafts for one sequence do not change the other's chain, and an earlier tree stays in the store."""
     bundle = open_bundle(lyanna_bundle, verify=False)
     with open_over(cpu_device(bundle), lyanna_bundle, 2) as runtime:
-        verifier, drafter = runtime.verifier, runtime._speculators.drafter("lyanna")
+        verifier, drafter = runtime.verifier, runtime._speculation.drafter("lyanna")
         first, second = requests_of(runtime, [[5, 6, 7], [8, 9]], ["lyanna"] * 2, 0, 20)
         first.script[:2], second.script[:2] = [OfferKind.FRESH] * 2, [OfferKind.FRESH, OfferKind.RESAMPLE]
         playing = play(verifier, [first, second], FULL)
@@ -199,7 +199,7 @@ def test_a_tree_of_another_slot_is_refused(lyanna_bundle: Path) -> None:
             one.script[:2] = [OfferKind.FRESH] * 2
         next(play(runtime.verifier, requests, FULL))
         seqs = [one.seq for one in requests]
-        trees = runtime._speculators.drafter("lyanna").resample(seqs, [FULL, FULL])
+        trees = runtime._speculation.drafter("lyanna").resample(seqs, [FULL, FULL])
         with pytest.raises(ValueError, match="the tree of sequence 0 was drafted for slot 1"):
             runtime.verifier.verify(seqs, trees[::-1])
 

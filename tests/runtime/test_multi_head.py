@@ -18,11 +18,11 @@ from redraft.config import BuildConfig, DrafterBuild, Precision
 from redraft.engines import open_bundle
 from redraft.engines.device import Device
 from redraft.engines.host_buffer import array_of
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.drafters.proposals import ChainProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.train.batches import Batch
@@ -140,7 +140,7 @@ def test_drafts_have_trainings_logits(
 ) -> None:
     """In every slot and step, whatever was rejected before: of the whole text so far, computed again."""
     runtime: Runtime = request.getfixturevalue(slots)
-    drafter, seen = runtime._speculators.drafter(HEAD), list[tuple[list[int], np.ndarray, Tree]]()
+    drafter, seen = runtime._speculation.drafter(HEAD), list[tuple[list[int], np.ndarray, Tree]]()
     draft = drafter.draft
 
     def observed(batch: list[Sequence], budgets: list[Budget]) -> list[Tree]:

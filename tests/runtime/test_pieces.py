@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.pieces import Origin
+from redraft.runtime.generation import Origin
 
 PROMPT = [5, 6, 7, 5, 6]
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)

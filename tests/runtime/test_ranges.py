@@ -16,8 +16,7 @@ import pytest
 from redraft.bench.stages import profile, with_paths
 from redraft.runtime import Generation, Runtime, SpeculationParams
 from redraft.runtime.metrics import Clock
-from redraft.runtime.ranges import ENGINE, FIELDS, STEP, Ranges
-from redraft.runtime.watchers import Nvtx, Recorded, Recording
+from redraft.runtime.profiling import ENGINE, FIELDS, STEP, Nvtx, Recorded, Recording, StageTimers
 from redraft.types import Budget
 
 from .fakes import greedy, make_runtime
@@ -117,7 +116,7 @@ def test_time_that_the_verifier_waits_for_a_draft_is_the_drafts(
     now = iter([0.0, 1.0, 1.0, 1.0 + verify])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = Clock()
-    ranges = Ranges(clock)
+    ranges = StageTimers(clock)
     for name in ("draft", "verify"):
         with ranges.stage(name):
             pass
@@ -136,7 +135,7 @@ def test_nothing_is_recorded_without_a_watcher() -> None:
 
 
 def test_an_unwatched_range_that_no_metric_needs_never_reads_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = Ranges(Clock())
+    ranges = StageTimers(Clock())
     readings = []
     monkeypatch.setattr(time, "perf_counter", lambda: readings.append(1) or float(len(readings)))
     with ranges.stage("fill"), ranges.stage("commit"):
@@ -148,7 +147,7 @@ def test_an_unwatched_range_that_no_metric_needs_never_reads_the_time(monkeypatc
 
 
 def test_every_field_of_a_stage_is_one_of_the_clock() -> None:
-    ranges = Ranges(Clock())
+    ranges = StageTimers(Clock())
     for name, field in FIELDS.items():
         before = getattr(ranges.clock, field)
         with ranges.stage(name):
@@ -171,7 +170,7 @@ def test_ranges_of_no_length_stay_inside_of_those_around_them() -> None:
 
 
 def test_nvtx_gets_the_ranges_that_a_recording_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges are pushed and popped in pairs, and each name is registered once."""
+    """StageTimers are pushed and popped in pairs, and each name is registered once."""
     stack: list[str] = []
     paths: list[tuple[str, ...]] = []
     registered: list[str] = []

@@ -9,7 +9,7 @@ import pytest
 
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controller import FixedBudget
-from redraft.runtime.drafters.proposals import ChainProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.tree import root_only
 from redraft.types import Budget, OfferKind
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 
 import pytest
 
@@ -11,7 +11,7 @@ from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.types import NO_SPECULATION
 
@@ -30,7 +30,7 @@ class Noting(Cycle):
         self.events.append(("begin", seq.prompt_length, slot))
         super().begin(seq, slot)
 
-    def step(self, batch: Several[Sequence]) -> None:
+    def step(self, batch: abc.Sequence[Sequence]) -> None:
         self.events.append(("step", *[seq.prompt_length for seq in batch]))
         super().step(batch)
 

@@ -8,7 +8,7 @@ import json
 import random
 import time
 import weakref
-from collections.abc import Sequence as Several
+from collections import abc
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SpeculationParams
 from redraft.runtime.adaptive import MethodRecord
 from redraft.runtime.cost import CostCurve
+from redraft.runtime.drafters.chain_lookups import PredictionDrafter
 from redraft.runtime.drafters.ngram import NgramDrafter
-from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
@@ -93,7 +93,7 @@ def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with
     """Otherwise plain lookups would start with the experience of predictions that were always correct."""
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     before = runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_spec_steps
-    controller = runtime._speculators._adaptive
+    controller = runtime._speculation._adaptive
     record = controller._records["ngram", "none"]
     known = (record.experience.tokens, record.experience.plain_steps)
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with
 def test_sampled_requests_begin_without_what_greedy_ones_taught() -> None:
     """A method that pays for greedy requests would draft long in sampled ones, where it may not pay."""
     runtime = make_runtime(lambda tokens: 97 + len(tokens) % 3, max_model_len=400)
-    records = runtime._speculators._adaptive._records
+    records = runtime._speculation._adaptive._records
     prompt = [97 + i % 3 for i in range(24)]
     runtime.generate([prompt], greedy(150), "ngram")
     known = records["ngram", "none"].experience
@@ -251,7 +251,7 @@ def test_a_prediction_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch)
     offered = []
     offers = PredictionDrafter.offers
 
-    def counted(self: PredictionDrafter, seq: Sequence, budget: Budget) -> Several[Offer]:
+    def counted(self: PredictionDrafter, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
         found = offers(self, seq, budget)
         offered.append(len(found))
         return found

@@ -7,8 +7,8 @@ import pytest
 from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.adaptive import MAX_DEPTH, Adaptive
 from redraft.runtime.cost import CostCurve, VerifyCosts
-from redraft.runtime.draft_noise import DraftNoise
 from redraft.runtime.offers import Offer, OfferKey, Plan, StepLimits
+from redraft.runtime.sampling.noise import DraftNoise
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, OfferKind
 from tests.runtime.drafts import DRAFTER, MAKER, chain, outcome, sequence

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redraft.runtime.offers import StepLimits
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.tree import (
     accepted_path,
     ancestor_mask,

@@ -96,7 +96,7 @@ def test_the_first_token_needs_the_slot_that_was_computed_last(opened: Open) -> 
 def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
     """Its KV of a long prompt has all rows but the pending ones, and other slots do not change."""
     with opened(3) as runtime:
-        verifier, drafter = runtime.verifier, runtime._speculators.drafter("lyanna")
+        verifier, drafter = runtime.verifier, runtime._speculation.drafter("lyanna")
         keys = drafter._state[names.key_cache(0)]  # type: ignore[attr-defined]
 
         def prefilled(slot: int) -> int:
@@ -135,7 +135,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
     opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path, cuda=FakeCuda()).device
     with open_over(opened, lyanna_bundle, 3) as runtime:
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("lyanna", budget=FULL))
-        steps, drafter = runtime.verifier.steps, runtime._speculators.drafter("lyanna")
+        steps, drafter = runtime.verifier.steps, runtime._speculation.drafter("lyanna")
         assert isinstance(steps, GraphSteps)
         assert len(steps._prefills) == len(drafter._calls) == 2  # type: ignore[attr-defined]
     assert [list(generation.token_ids) for generation in found] == plain
@@ -144,7 +144,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
 def test_a_prompts_chunk_as_wide_as_a_tree_leaves_the_trees_step_as_it_was() -> None:
     """Both calls have the same sizes, but other rows of logits and other masks."""
     verifier = fake_verifier(FakeEngine(), 400)
-    verifier.fewest_rows = 16
+    verifier.steps.fewest_rows = 16
     text = np.arange(97, 97 + 48) % 5 + 97
     verifier.chunk_logits(text[:16], 0, 16)
     (expected,) = verifier.logits([chain(text[16:32])], [16])
@@ -168,13 +168,13 @@ def test_a_bundle_with_drafters_and_large_weights_has_one_engine(
         for way in ("none", SpeculationParams("lyanna", budget=FULL)):
             found = runtime.generate(PROMPTS, PARAMS, way)
             assert [list(generation.token_ids) for generation in found] == plain
-        assert not runtime.verifier.prefers_chains
+        assert not runtime.verifier.steps.prefers_chains
 
 
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_the_host_computes_a_prompt_without_padding(fewest: int) -> None:
     verifier = fake_verifier(engine := FakeEngine(), 400)
-    verifier.fewest_rows = fewest
+    verifier.steps.fewest_rows = fewest
     computed(verifier, [97] * 129, 0)
     assert engine.sizes == [(1, 128), (1, fewest)]
 
@@ -195,18 +195,18 @@ def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences:
     """The call is padded, and the text of a step is the same as without padding."""
     with open_over(cpu_device(open_bundle(lyanna_bundle, verify=False)), lyanna_bundle, 3) as runtime:
         verifier = runtime.verifier
-        verifier.fewest_rows = 1
+        verifier.steps.fewest_rows = 1
         batch = [computed(verifier, TEXT[slot : slot + 20], slot) for slot in range(sequences)]
         trees = [root_only(seq.tokens[-1]) for seq in batch]
         expected = [outcome.tokens for outcome in verifier.verify(batch, trees)]
-        verifier.fewest_rows = fewest
+        verifier.steps.fewest_rows = fewest
         assert verifier.steps.tree(trees, [seq.cache_len for seq in batch]).width == width  # type: ignore[attr-defined]
         assert [outcome.tokens for outcome in verifier.verify(batch, trees)] == expected
 
 
 def test_nothing_is_gathered_for_a_detached_reader(opened: Open) -> None:
     with opened(2) as runtime:
-        verifier, drafter = runtime.verifier, runtime._speculators.drafter("lyanna")
+        verifier, drafter = runtime.verifier, runtime._speculation.drafter("lyanna")
         pending = drafter._state[names.PENDING_FEATURES]  # type: ignore[attr-defined]
         seq = request(TEXT[:10])
         drafter.begin(seq)

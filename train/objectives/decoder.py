@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from redraft.errors import UnsupportedModelError, UsageError
-from redraft.export import support
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
+from redraft.export.graph.decoder import check_hidden_states
 from redraft.methods import Method, Row
 from redraft.train.batches import Batch
 from redraft.train.drafter_config import DrafterTable, Init
@@ -75,7 +75,7 @@ def _states(table: StudentTable, verifier: VerifierModel) -> tuple[str, ...]:
     """Return the hidden states that steer a student of this table; none without steering."""
     if not isinstance(table, SteeringTable):
         return ()
-    support.check_hidden_states(table.hidden_states, verifier.layers)
+    check_hidden_states(table.hidden_states, verifier.layers)
     return table.hidden_states or high_middle_low(verifier.layers)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.layer import renamed
 from redraft.export.drafters.mtp import MtpDrafter, configuration_of

@@ -13,7 +13,7 @@ from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.manifest import GraphRecord
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.verifier import export_verifier
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder

@@ -11,7 +11,7 @@ import pytest
 
 from redraft import names
 from redraft.engines.tensorrt.prepare import graph_file, prepare
-from redraft.export.tree_attention import bodies
+from redraft.export.graph.tree_attention import bodies
 from tests.engines.calls import sampling_values
 from tests.engines.drafters import LYANNA_DRAFT
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier

@@ -22,7 +22,7 @@ from redraft.engines.tensorrt.native import DECOMPOSABLE
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.records import weights_file
 from redraft.errors import BackendError
-from redraft.export.tree_attention import bodies
+from redraft.export.graph.tree_attention import bodies
 from tests.engines.graphs import Decoder, for_onnxruntime, save_verifier, stored_outside
 
 PAST, NODES = (3, 6), 5

@@ -27,7 +27,7 @@ from redraft.engines.tensorrt.stage import stage_engines
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt.tools import Tools
 from redraft.errors import BackendError, BundleError, UsageError
-from redraft.export.step_graphs import export_step_graphs
+from redraft.export.graph.step_graphs import export_step_graphs
 from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import lyanna_record

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from redraft.errors import CheckpointError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import TOKEN_COUNTS, DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.gguf.checkpoint import GgufCheckpoint
 from tests.export.models import write_checkpoint
 
 CONFIG = LyannaConfig(

@@ -18,12 +18,12 @@ from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.model_config import load_config
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of, sizes_of
 from redraft.export.drafters.writing import Target
-from redraft.export.support import load_config
 from redraft.export.verifier import VerifierExport
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.decoder import DecoderShape, TreeBuild, draft_inputs, draft_outputs

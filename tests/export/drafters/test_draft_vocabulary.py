@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from redraft.export.checkpoint.sources import RandomSource, RowsSource
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary, most_frequent
-from redraft.export.quantize import Grid
-from redraft.export.sources import RandomSource, RowsSource
-from redraft.export.stored_grids import StoredGrid
+from redraft.export.quantization.rounding import Grid, StoredGrid
 
 COUNTS = torch.tensor([5, 0, 7, 5, 5, 9, 0])
 

@@ -18,6 +18,7 @@ from redraft import names
 from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
 from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint.model_config import load_config
 from redraft.export.drafters import find_exporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
@@ -25,7 +26,6 @@ from redraft.export.drafters.level_tree import IMPOSSIBLE
 from redraft.export.drafters.lyanna import lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.writing import Target
-from redraft.export.support import load_config
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape, resample_outputs
 from redraft.methods.lyanna_token_info import lookup
 from tests.engines.calls import sampling_values

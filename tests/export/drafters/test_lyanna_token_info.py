@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.writing import write_tables
-from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import TOKEN_INFO_INDEX, LyannaBuild, LyannaShape, token_info_tables
 from redraft.methods.lyanna_token_info import lookup
 

@@ -18,10 +18,10 @@ from redraft.engines.lowering import lower_any
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError
+from redraft.export.checkpoint.model_config import load_config
 from redraft.export.drafters import find_exporter, graph_file
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
 from redraft.export.drafters.writing import Target
-from redraft.export.support import load_config
 from redraft.methods.medusa import draft_inputs, draft_outputs
 from redraft.methods.static_tree import StaticTreeBuild
 from tests.engines.sessions import session_of

@@ -114,7 +114,7 @@ def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafte
 
 def test_the_embedded_models_drafter_is_its_own_module(root: Path) -> None:
     """The drafter has the names of a drafter's layer and the verifier's digests."""
-    from redraft.export.checkpoint import Checkpoint
+    from redraft.export.checkpoint.safetensors import Checkpoint
     from redraft.export.drafters.layer import renamed
 
     tiny = root / "assets" / "tiny"

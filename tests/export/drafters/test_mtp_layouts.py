@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError, UsageError
-from redraft.export import support
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.loading import load_tensors
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters import find_exporter
 from redraft.export.drafters.mtp_modules import find_module, load_module, require_module
 from redraft.export.drafters.writing import Target
-from redraft.export.loading import load_tensors
 from redraft.methods.mtp import MtpBuild
 from tests.export.models import write_checkpoint
 
@@ -92,7 +92,7 @@ def test_a_verifier_loads_without_its_module(written: dict[str, Path], name: str
     checkpoint = Checkpoint.open(written[name])
     assert checkpoint.modules
     assert not set(checkpoint.modules) & set(checkpoint.tensors)
-    loaded = load_tensors(checkpoint, Architecture.of(support.load_config(checkpoint)))
+    loaded = load_tensors(checkpoint, Architecture.of(model_config.load_config(checkpoint)))
     assert len(loaded.parameters) > 20
 
 
@@ -102,7 +102,7 @@ def test_a_layer_too_many_is_no_module(tmp_path: Path) -> None:
     checkpoint = edited(tmp_path / "llama", tmp_path / "it", nothing, num_hidden_layers=2)
     assert not checkpoint.modules
     with pytest.raises(CheckpointError, match=r"has tensors model\.layers\.2\..* LlamaForCausalLM does not use"):
-        load_tensors(checkpoint, Architecture.of(support.load_config(checkpoint)))
+        load_tensors(checkpoint, Architecture.of(model_config.load_config(checkpoint)))
 
 
 def test_the_modules_shard_is_no_file_of_the_verifier(written: dict[str, Path], tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_the_first_of_several_modules_drafts(written: dict[str, Path], tmp_path:
     assert found.description.endswith("layout, the first of 2 modules")
     entries = {entry.name for tensor in load_module(checkpoint).parts.values() if (entry := tensor.entry)}
     assert entries == {f"{part}.weight" for part in FORMS[name].names(LAYERS)[:4]}
-    load_tensors(checkpoint, Architecture.of(support.load_config(checkpoint)))
+    load_tensors(checkpoint, Architecture.of(model_config.load_config(checkpoint)))
 
 
 FAULTS = [

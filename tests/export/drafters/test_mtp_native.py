@@ -24,13 +24,13 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from redraft.export import support
-from redraft.export.architecture import Architecture
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.loading import load_tensors
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.checkpoint.sources import Source
 from redraft.export.drafters import ExportedDrafter, find_exporter
 from redraft.export.drafters.writing import Target
-from redraft.export.loading import load_tensors
-from redraft.export.sources import Source
 from redraft.export.verifier import VerifierExport
 from redraft.methods.mtp import METHOD, MtpBuild
 
@@ -62,11 +62,11 @@ class Exported:
 
 def untraced(checkpoint: Checkpoint, hidden_states: tuple[str, ...]) -> VerifierExport:
     """The parts of an exported verifier that a drafter's export reads, without the verifier's graph."""
-    text = support.load_config(checkpoint)
+    text = model_config.load_config(checkpoint)
     loaded = load_tensors(checkpoint, Architecture.of(text))
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     source = Source(checkpoint, {embedding: (V, N), head: (V, N)}, loaded.parameters)
-    return VerifierExport(support.verifier_shape(text, None), hidden_states, "", (), embedding, head, source)
+    return VerifierExport(model_config.verifier_shape(text, None), hidden_states, "", (), embedding, head, source)
 
 
 @pytest.fixture(scope="module", params=FORMS)

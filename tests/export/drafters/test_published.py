@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from redraft.errors import CheckpointError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.published import FIRST, FIRST_METHODS, check_layout, convert, named_method, recognise
@@ -455,7 +455,7 @@ def test_only_the_verifiers_head_has_its_scale(tmp_path, head):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_embedding_may_be_stored_in_a_smaller_type(verifier, tmp_path, dtype, monkeypatch):
-    monkeypatch.setattr("redraft.export.checkpoint.SLAB_BYTES", 1000)
+    monkeypatch.setattr("redraft.export.checkpoint.base.SLAB_BYTES", 1000)
     values, tensors = eagle_one()
     tensors["embed_tokens.weight"] = weight(verifier, "model.embed_tokens.weight").to(dtype)
     converted(write(tmp_path / "it", values, tensors), verifier)

@@ -19,12 +19,12 @@ from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint.model_config import load_config
 from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from redraft.export.drafters.published import read_states
 from redraft.export.drafters.writing import Target
-from redraft.export.support import load_config
 from redraft.methods import find_method
 from redraft.methods.decoder import (
     SteeringBuild,

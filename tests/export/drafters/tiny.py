@@ -17,14 +17,14 @@ from redraft.config import BuildConfig, Precision
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_any, lower_chain
 from redraft.engines.manifest import GraphRecord, Manifest
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, save_drafter
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.writing import Target
 from redraft.export.verifier import VerifierExport, export_verifier
-from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.methods.lyanna_token_info import lookup
 from redraft.train.objectives.lyanna import chains

@@ -10,11 +10,8 @@ import pytest
 from redraft.errors import UsageError
 from redraft.runtime import SpeculationParams
 from redraft.runtime.controller import BudgetController
-from redraft.runtime.controllers.confidence import Confidence
-from redraft.runtime.controllers.gammatune import GammaTune, GammaTunePlus
 from redraft.runtime.controllers.length import LengthController
-from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.controllers.svip import Svip
+from redraft.runtime.controllers.rules import Confidence, GammaTune, GammaTunePlus, LengthRule, Svip
 from redraft.runtime.cycle import fit
 from redraft.types import Budget, Draws, OfferKind
 from tests.runtime.drafts import chain, outcome, plan, planned, sequence

@@ -9,11 +9,15 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime.controllers import CONTROLLERS, parse_controller, split_controllers
-from redraft.runtime.controllers.confidence import Confidence
-from redraft.runtime.controllers.gammatune import GammaTune, GammaTunePlus
-from redraft.runtime.controllers.heuristic import Heuristic
-from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.controllers.svip import Svip, least_entropies
+from redraft.runtime.controllers.rules import (
+    Confidence,
+    GammaTune,
+    GammaTunePlus,
+    Heuristic,
+    LengthRule,
+    Svip,
+    least_entropies,
+)
 from redraft.runtime.tree import make_tree
 from tests.runtime.drafts import chain
 

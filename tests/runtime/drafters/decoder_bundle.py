@@ -9,10 +9,10 @@ import torch
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.model_config import load_config
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
-from redraft.export.support import load_config
 from tests.export.models import write_checkpoint
 from tests.little import WORDS, write_tokenizer
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.model_config import load_config
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
-from redraft.export.support import load_config
 from tests.export.models import write_checkpoint
 from tests.little import WORDS, write_tokenizer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.drafters.candidate_noise import RowsProposal
 from redraft.runtime.drafters.decoder import Chain, DecoderDrafter, Drafting
 from redraft.runtime.drafters.growing_tree import GrowingTree
-from redraft.runtime.drafters.proposals import RowsProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import depths_of, within
 from redraft.types import Budget, Tree
@@ -80,7 +80,7 @@ class Watched:
         self.rows: list[tuple[int, int]] = []
         draft, fill = drafter.draft, drafter._extend
 
-        def watched(batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+        def watched(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
             made = draft(batch, budgets)
             self.drafts += [
                 (list(seq.tokens), tree) for seq, tree, budget in zip(batch, made, budgets, strict=True) if budget.nodes
@@ -88,8 +88,8 @@ class Watched:
             return made
 
         def counted(
-            batch: Several[Sequence], chains: Several[Chain], starts: Several[int], pending: Several[Several[int]],
-            level: int, levels: int,
+            batch: abc.Sequence[Sequence], chains: abc.Sequence[Chain], starts: abc.Sequence[int],
+            pending: abc.Sequence[abc.Sequence[int]], level: int, levels: int,
         ) -> None:  # fmt: skip
             self.rows.append((max(map(len, pending)), levels))
             fill(batch, chains, starts, pending, level, levels)
@@ -99,7 +99,7 @@ class Watched:
 
 
 def drafter_of(runtime: Runtime, name: str) -> DecoderDrafter:
-    drafter = runtime._speculators.drafter(name)
+    drafter = runtime._speculation.drafter(name)
     assert isinstance(drafter, DecoderDrafter)
     return drafter
 

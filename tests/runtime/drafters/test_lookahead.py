@@ -17,10 +17,8 @@ from redraft.methods.unbuilt import LookaheadOptions
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.lookahead import LookaheadDrafter
-from redraft.runtime.drafters.lookahead_window import Pool, Window
-from redraft.runtime.sampling.greedy import Greedy
-from redraft.runtime.sampling.sampler import accept
+from redraft.runtime.drafters.lookahead import LookaheadDrafter, Pool, Window
+from redraft.runtime.sampling.sampler import Greedy, accept
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import ancestor_mask, layout, prune, root_only
 from redraft.types import Budget, DraftTree, Outcome
@@ -407,7 +405,7 @@ def test_texts_of_engines_are_plain_decodings(opened: Runtime) -> None:
 def test_it_takes_branching_trees_of_a_verifier_that_prefers_chains(lyanna_bundle: Path) -> None:
     """A budget of width 1 leaves one chain a step: an n-gram, or the first column."""
     with Runtime.open(lyanna_bundle, threads=1, verify=False, drafter_options={"lookahead": OPTIONS}) as runtime:
-        assert runtime.verifier.prefers_chains
+        assert runtime.verifier.steps.prefers_chains
         assert not runtime.verifier.branches
         for way in (SpeculationParams("lookahead", budget=Budget(9, 9, 1)), "lookahead"):
             trace = io.StringIO()

@@ -8,7 +8,7 @@ from redraft.errors import UsageError
 from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.ngram import RANKS, NgramDrafter, NgramIndex
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.types import Budget, DraftTree, Outcome

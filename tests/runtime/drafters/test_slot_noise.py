@@ -8,10 +8,9 @@ from redraft import names
 from redraft.engines.device import Buffer
 from redraft.engines.host_buffer import HostBuffer, array_of
 from redraft.noise_spec import COUPLED, DRAWN
-from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
-from redraft.runtime.drafters.slot_noise import SlotNoise
-from redraft.runtime.sampling.greedy import Greedy
-from redraft.runtime.sampling.noise import row_key
+from redraft.runtime.drafters.candidate_noise import SlotNoise
+from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, row_key
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 
 STEPS, SCALE = 3, 1.5

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -116,11 +115,11 @@ class Watched:
 
     @classmethod
     def of(cls, runtime: Runtime, patch: pytest.MonkeyPatch, name: str = "sd2") -> Watched:
-        watched, drafter = cls(), runtime._speculators.drafter(name)
+        watched, drafter = cls(), runtime._speculation.drafter(name)
         assert isinstance(drafter, SteeredDrafter)
         draft = drafter.draft
 
-        def observed(batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+        def observed(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
             made = draft(batch, budgets)
             for seq, tree, budget in zip(batch, made, budgets, strict=True):
                 if budget.nodes:
@@ -199,7 +198,7 @@ def test_rows_of_plain_steps_have_the_steering_of_the_position_before(
     """Hidden states of more steps than the buffer holds wait, since the drafter catches up before it is full."""
     monkeypatch.setattr(names, "MAX_PENDING_FEATURES", 160)
     with opened(folder, 1) as runtime:
-        watched, drafter = Watched.of(runtime, monkeypatch), runtime._speculators.drafter("sd2")
+        watched, drafter = Watched.of(runtime, monkeypatch), runtime._speculation.drafter("sd2")
         offers, make_space, made = drafter.offers, drafter._make_space, []
         monkeypatch.setattr(drafter, "_make_space", lambda seq, slot: made.append(slot) or make_space(seq, slot))
         monkeypatch.setattr(drafter, "offers", lambda seq, budget: offers(seq, budget) if drafts(seq) else ())

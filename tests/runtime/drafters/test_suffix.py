@@ -11,11 +11,10 @@ from redraft.errors import UsageError
 from redraft.methods.unbuilt import SuffixOptions
 from redraft.runtime import Runtime, SpeculationParams
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.pairing import Pair
+from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.suffix import SuffixDrafter
-from redraft.runtime.drafters.suffix_store import SuffixStore
-from redraft.runtime.drafters.suffix_tree import SuffixTree
-from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.drafters.suffix_tree import SuffixStore, SuffixTree
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome
@@ -275,7 +274,7 @@ def test_an_unfinished_stream_is_not_kept() -> None:
     stream = runtime.stream([97, 98, 99], greedy(60), how)
     next(stream)
     del stream
-    store = runtime._speculators.drafter("suffix").store
+    store = runtime._speculation.drafter("suffix").store
     assert len(store) == 0
     "".join(runtime.stream([97, 98, 99], greedy(60), how))
     assert len(store) == 1

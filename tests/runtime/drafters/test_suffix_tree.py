@@ -7,8 +7,7 @@ import tracemalloc
 
 import pytest
 
-from redraft.runtime.drafters.suffix_store import SuffixStore
-from redraft.runtime.drafters.suffix_tree import LATEST, LEAF_PLACES, SuffixTree
+from redraft.runtime.drafters.suffix_tree import LATEST, LEAF_PLACES, SuffixStore, SuffixTree
 
 
 def searched(texts: dict[int, list[int]], tokens: list[int], depth: int) -> dict[int, list[tuple[int, int]]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
+from redraft.runtime.params import JSON_SCHEMA, LARK, REGEX, Grammar
 from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
 from tests.runtime.fakes import EOS, VOCABULARY, byte_text
 

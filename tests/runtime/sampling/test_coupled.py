@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redraft.runtime import Runtime, SamplingParams
-from redraft.runtime.sampling.coupled import Coupled
+from redraft.runtime.sampling.path_sampler import choose, perturbed
 from redraft.runtime.sampling.truncation import Support, log_probs, support_of
 from tests.engines.bundles import build_tiny
 
@@ -27,8 +27,7 @@ def test_a_draw_is_the_argmax_of_all_scores_and_noise(spread: float) -> None:
     for seed in range(30):
         scores = np.random.default_rng(seed).normal(0, spread, 20_000).astype(np.float32)
         support = Support(None, scores - scores.max())
-        sampler = Coupled(seed)
-        assert sampler.choose(support, 9) == sampler.perturbed(support, 9).argmax()
+        assert choose(support, seed, 9) == perturbed(support, seed, 9).argmax()
 
 
 def test_tokens_that_are_left_have_the_noise_of_their_ids() -> None:
@@ -38,10 +37,10 @@ def test_tokens_that_are_left_have_the_noise_of_their_ids() -> None:
     for position in range(300):
         whole = Support(None, scores - scores.max())
         part = whole.kept(np.flatnonzero(scores > 1))
-        token = Coupled(2).choose(whole, position)
+        token = choose(whole, 2, position)
         if token in part.ids:
             kept += 1
-            assert part.token(Coupled(2).choose(part, position)) == token
+            assert part.token(choose(part, 2, position)) == token
     assert 50 < kept < 290
 
 
@@ -80,8 +79,8 @@ def test_draws_follow_the_distribution(rows: list[np.ndarray], values: dict[str,
     """A sampler that takes the likeliest token too often, 1 % of total variation, is found."""
     row = rows[len(values) - 1]
     support = support_of(row.copy(), SamplingParams(**values))
-    probs, sampler = probabilities(support, len(row)), Coupled(11)
-    tokens = drawn(support, lambda position: sampler.choose(support, position))
+    probs = probabilities(support, len(row))
+    tokens = drawn(support, lambda position: choose(support, 11, position))
     assert fit(tokens, probs) < LIMIT
     likeliest = int(probs.argmax())
     often = np.random.default_rng(0).random(DRAWS) < 0.01 / (1 - probs[likeliest])

@@ -9,7 +9,7 @@ import pytest
 
 from redraft.errors import BundleError, UsageError
 from redraft.runtime import Runtime, SamplingParams
-from redraft.runtime.sampling.defaults import model_sampling
+from redraft.runtime.sampling import model_sampling
 
 CHAT = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
 

@@ -9,7 +9,7 @@ import pytest
 
 from redraft.runtime import SamplingParams
 from redraft.runtime.sampling import make_sampler
-from redraft.runtime.sampling.walk import Walk
+from redraft.runtime.sampling.path_sampler import PathSampler
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import NOT_REACHED, DraftTree
 
@@ -44,8 +44,8 @@ def random_tree(generator: np.random.Generator, tokens: list[int]) -> tuple[Draf
 
 
 def decode(
-    params: SamplingParams, trees: int | None, make: Callable[..., Walk] = make_sampler
-) -> tuple[Walk, list[int], int]:
+    params: SamplingParams, trees: int | None, make: Callable[..., PathSampler] = make_sampler
+) -> tuple[PathSampler, list[int], int]:
     """Return the sampler, its tokens and how many were accepted. trees: seed of random trees, None for none."""
     sampler, tokens, accepted = make(params, STOPS, True), list(PROMPT), 0
     generator = np.random.default_rng(trees)
@@ -102,7 +102,7 @@ def test_seeds_and_positions_matter() -> None:
     assert len(set(texts[0])) > 5
 
 
-class OfTheParent(Walk):
+class OfTheParent(PathSampler):
     """A sampler that forgets to move its states to the child."""
 
     def _advance(self, fresh: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class OfTheParent(Walk):
             super()._advance(fresh)
 
 
-class OfTheRoot(Walk):
+class OfTheRoot(PathSampler):
     """A sampler that gives all nodes of a tree the noise of the root's position."""
 
     def _advance(self, fresh: Sequence[int]) -> None:
@@ -121,11 +121,11 @@ class OfTheRoot(Walk):
 
 
 @pytest.mark.parametrize("wrong", [OfTheParent, OfTheRoot])
-def test_the_state_of_a_wrong_node_is_found(wrong: type[Walk]) -> None:
+def test_the_state_of_a_wrong_node_is_found(wrong: type[PathSampler]) -> None:
     """These deliberate bugs change texts, so the tests above find them."""
     from redraft.runtime.sampling.processors import make_processors
 
-    def make(params: SamplingParams, stops: Sequence[int], record: bool) -> Walk:
+    def make(params: SamplingParams, stops: Sequence[int], record: bool) -> PathSampler:
         return wrong(params, make_processors(params, stops), record)
 
     params = SamplingParams(**ALL)

@@ -1,0 +1,269 @@
+"""A Hugging Face checkpoint on disk, read without loading it: configuration, and the place of every tensor's bytes.
+
+A safetensors file is eight bytes (little-endian header length), a JSON header, then the tensors' bytes. A header entry
+has `dtype`, `shape` and `data_offsets` relative to the end of the header. The file is untrusted: the header is split
+into entries before any JSON is decoded, so that nested values cannot take much more memory than the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.errors import CheckpointError
+from redraft.export.checkpoint import base
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, ITEM_BYTES, TensorEntry, read_json_object, row_slices
+
+if TYPE_CHECKING:
+    from redraft.export.quantization.rounding import StoredGrid
+
+STORAGE = {
+    "F64": "<f8",
+    "I64": "<i8",
+    "F32": "<f4",
+    "I32": "<i4",
+    "BF16": "<u2",
+    "F16": "<f2",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "BOOL": "?",
+}
+MODULE_PREFIXES = ("mtp.", "model.mtp_layers.")
+"""Prefixes of tensors of modules that predict several tokens, which the verifier does not have."""
+LAYER_PREFIX = re.compile(r"model\.layers\.(\d+)\.")
+MODULE_MARKS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+"""Names of tensors, after the layer's prefix, that only such modules have. Their layers follow the verifier's."""
+MAX_HEADER_BYTES = 100_000_000
+MOST_TENSORS = 1 << 16
+"""Largest number of tensors in a file."""
+_STRING = rb'"(?:[^"\\]|\\.)*+"'
+_OBJECT = rb'\{(?:[^\[\]{}"]|%b|\[[^\[\]{}"]{0,2000}+\])*+\}' % _STRING
+_ENTRY = re.compile(rb"\s*+(?P<name>%b)\s*+:\s*+(?P<value>%b)\s*+(?P<end>[,}])" % (_STRING, _OBJECT), re.DOTALL)
+"""A name and a flat object: strings, numbers and short lists of numbers."""
+MOST_DIMENSIONS, LARGEST = 64, (1 << 63) - 1
+"""Axes of an array of NumPy, and the largest number that a size or an offset can be."""
+
+
+def check_folder(root: Path) -> None:
+    """Raise CheckpointError for a folder of GGUF files, which are not parts of one checkpoint."""
+    if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
+        raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A validated checkpoint directory: every file present, every tensor's bytes inside its file.
+
+    modules: tensors of modules that predict several tokens, which are none of `tensors`.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    modules: dict[str, TensorEntry] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: str | Path, weights: bool = True) -> Checkpoint:
+        """Read and validate. Raises CheckpointError naming the invalid file or tensor.
+
+        Without `weights`, it reads only the configuration, and `tensors` is empty.
+        """
+        root = Path(path)
+        if not root.is_dir():
+            raise CheckpointError(f"{root} is not a directory", "give the directory of a Hugging Face checkpoint")
+        check_folder(root)
+        config = _read_json(root / "config.json", f"{root} is not a Hugging Face checkpoint: it has no config.json")
+        if not weights:
+            return cls(root, config, {})
+        found = {entry.name: entry for file in _shards(root) for entry in read_header(root / file)}
+        missing = sorted(n for n in _indexed(root) if n not in found and not n.startswith(MODULE_PREFIXES))
+        if missing:
+            raise CheckpointError(f"{root}: tensor {missing[0]} is in the index but in no shard", DOWNLOAD_AGAIN)
+        modules = set(_of_modules(found, config))
+        tensors = {name: entry for name, entry in found.items() if name not in modules}
+        return cls(root, config, tensors, {name: found[name] for name in found if name in modules})
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        """Names of the safetensors files that hold the tensors, sorted."""
+        return tuple(sorted({entry.file for entry in self.tensors.values()}))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.length for entry in self.tensors.values())
+
+    def memmap(self, name: str) -> NDArray[Any]:
+        """Return the tensor's bytes as a read-only memory map, bfloat16 as uint16."""
+        return self._map(self.tensors[name])
+
+    def _map(self, entry: TensorEntry) -> NDArray[Any]:
+        if 0 in entry.shape:
+            return np.zeros(entry.shape, STORAGE[entry.dtype])
+        return np.memmap(self.path / entry.file, STORAGE[entry.dtype], "r", entry.offset, entry.shape)
+
+    def slabs(self, entry: TensorEntry) -> Iterator[NDArray[np.float32]]:
+        """Yield a tensor, or a contiguous part, in fp32, a few rows at a time. Its type must be in `readable`."""
+        mapped = self._map(entry)
+        for rows in row_slices(mapped.shape, 4):
+            yield as_float32(mapped[rows] if mapped.shape else mapped, entry.dtype)
+
+    @property
+    def is_safetensors(self) -> bool:
+        """True: transformers reads the same folder itself."""
+        return True
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """The stored types that `slabs` reads."""
+        return ("F32", "F16", "BF16")
+
+    def grid(self, entry: TensorEntry) -> StoredGrid | None:
+        """Return None: its tensors are numbers, not codes."""
+
+    def is_finite(self, entry: TensorEntry) -> bool:
+        """Return True if a tensor of type F32, F16 or BF16 has finite numbers only. Reads it once, slab by slab."""
+        bits = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}[entry.dtype]
+        exponent = bits({"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[entry.dtype])
+        raw = np.ravel(self._map(entry)).view(bits)
+        for begin in range(0, raw.size, base.SLAB_BYTES // 4):
+            if ((raw[begin : begin + base.SLAB_BYTES // 4] & exponent) == exponent).any():
+                return False
+        return True
+
+    def digest(self, file: str) -> str:
+        """Return the SHA-256 of one of the checkpoint's files, hexadecimal."""
+        with open(self.path / file, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _of_modules(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of tensors that belong to modules which predict several tokens.
+
+    A layer after the verifier's last one is such a module if it has a tensor of MODULE_MARKS.
+    """
+    count = config.get("num_hidden_layers")
+    layers = {name: int(match[1]) for name in names if (match := LAYER_PREFIX.match(name))}
+    marked = {layer for name, layer in layers.items() if LAYER_PREFIX.sub("", name, count=1) in MODULE_MARKS}
+    marked = {layer for layer in marked if isinstance(count, int) and layer >= count}
+    for name in names:
+        if name.startswith(MODULE_PREFIXES) or layers.get(name) in marked:
+            yield name
+
+
+def read_header(path: Path) -> Iterator[TensorEntry]:
+    """Yield the entries of a safetensors file, in stored order. Raises CheckpointError if it is damaged."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        prefix = int.from_bytes(stream.read(8), "little")
+        if size < 8 or prefix > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{path} is truncated or not a safetensors file", DOWNLOAD_AGAIN)
+        header = stream.read(prefix)
+    try:
+        entries = [_entry(name, path.name, 8 + prefix, value) for name, value in _objects(header)]
+        _check_disjoint(entries)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a damaged header ({error!s:.200})", DOWNLOAD_AGAIN) from error
+    end = max((entry.offset + entry.length for entry in entries), default=8 + prefix)
+    if end > size:
+        raise CheckpointError(f"{path} is truncated: it should hold {end} bytes and holds {size}", DOWNLOAD_AGAIN)
+    return iter(entries)
+
+
+def _objects(header: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and value of each tensor, one at a time. Raises ValueError for another form and for equal names."""
+    names: set[str] = set()
+    position, end = header.find(b"{") + 1, b","
+    if header[:position].strip() != b"{":
+        raise ValueError("expected a JSON object")
+    if header[position:].strip() == b"}":
+        return
+    while end == b",":
+        found = _ENTRY.match(header, position)
+        if found is None:
+            raise ValueError(f"expected a tensor at byte {position}")
+        position, end = found.end(), found["end"]
+        name = json.loads(found["name"])
+        if name in names:
+            raise ValueError(f"tensor {name:.80} occurs twice")
+        if len(names) >= MOST_TENSORS:
+            raise ValueError(f"more than {MOST_TENSORS} tensors")
+        names.add(name)
+        if not name.startswith("__"):
+            yield name, json.loads(found["value"])
+    if header[position:].strip():
+        raise ValueError(f"expected its end at byte {position}")
+
+
+def _entry(name: str, file: str, base: int, value: dict[str, Any]) -> TensorEntry:
+    dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    numbers = (*shape, begin, end)
+    if (
+        type(dtype) is not str
+        or len(shape) > MOST_DIMENSIONS
+        or not all(type(number) is int and 0 <= number <= LARGEST for number in numbers)
+    ):
+        raise ValueError(f"tensor {name:.80} has no shape, type or place")
+    fits = dtype not in ITEM_BYTES or end - begin == math.prod(shape) * ITEM_BYTES[dtype]
+    if end < begin or not fits:
+        raise ValueError(f"tensor {name:.80} of shape {list(shape)} does not fit its {end - begin} bytes")
+    return TensorEntry(name, file, dtype, shape, base + begin, end - begin)
+
+
+def _check_disjoint(entries: list[TensorEntry]) -> None:
+    """Raise ValueError if two tensors share bytes."""
+    for one, other in pairwise(sorted(entries, key=lambda entry: (entry.offset, entry.length))):
+        if one.offset + one.length > other.offset:
+            raise ValueError(f"tensors {one.name:.80} and {other.name:.80} overlap")
+
+
+def _shards(root: Path) -> list[str]:
+    index = _indexed(root)
+    single = [p.name for p in (root / "model.safetensors",) if p.is_file()]
+    files = sorted(set(index.values())) or single or sorted(p.name for p in root.glob("*.safetensors") if p.is_file())
+    if not files:
+        raise CheckpointError(
+            f"{root} has no *.safetensors file", "convert it with `save_pretrained(..., safe_serialization=True)`"
+        )
+    for file in files:
+        if Path(file).name != file:
+            raise CheckpointError(f"{root}: the index names {file!r}, outside the checkpoint", DOWNLOAD_AGAIN)
+        if not (root / file).is_file():
+            raise CheckpointError(f"{root}: shard {file} is missing", DOWNLOAD_AGAIN)
+    return files
+
+
+def _indexed(root: Path) -> dict[str, str]:
+    path = root / "model.safetensors.index.json"
+    if not path.exists():
+        return {}
+    weight_map = _read_json(path, "").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path} has no weight_map", DOWNLOAD_AGAIN)
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _read_json(path: Path, absent: str) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(absent, "give the directory of a Hugging Face checkpoint") from error
+
+
+def as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Return stored numbers of type F32, F16 or BF16 (as uint16) in fp32."""
+    if dtype == "BF16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)

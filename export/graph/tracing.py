@@ -1,0 +1,333 @@
+"""One forward pass of a Hugging Face decoder as a graph: token tree in, logits, features and updated KV buffers out.
+
+The architecture's own code runs; its attention, cache and mask go through transformers' interfaces to `TreeAttention`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript.onnx_opset import opset24 as op
+from torch import nn
+from transformers.initialization import no_init_weights
+
+from redraft import names, signatures
+from redraft.errors import RedraftError, UnsupportedModelError
+from redraft.export.checkpoint.architecture import DECODERS_ONLY, Architecture
+from redraft.export.graph import experts, modules, noise, own_attention, tree_attention
+from redraft.export.graph.attention import (
+    CURRENT,
+    INTERFACE,
+    POSITION_STEP,
+    AttentionCall,
+    LayerAttention,
+    LayerRecorder,
+)
+from redraft.names import Dtype, TensorSpec
+
+OPSET = 24
+TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TRACED_NODES = 4
+TRACED_BATCH = 2
+TRACED_KV_ROWS = 16
+
+
+@torch.library.custom_op("redraft::gather_rows", mutates_args=())
+def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Select row `rows[b, r]` of each sequence: x [B, T, n], rows [B, R] -> [B, R, n]."""
+    return torch.gather(x, 1, rows[..., None].expand(-1, -1, x.shape[2]))
+
+
+@gather_rows.register_fake
+def _(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(rows.shape[0], rows.shape[1], x.shape[2])
+
+
+def emit_gather_rows(x: Any, rows: Any) -> Any:
+    """Translate for `torch.onnx.export`: copy whole rows."""
+    return op.GatherND(x, op.Unsqueeze(rows, op.Constant(value_ints=[-1])), batch_dims=1)
+
+
+@torch.library.custom_op("redraft::take", mutates_args=())
+def take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return the entries of values [N] at indices of any shape, in that shape."""
+    return values[indices]
+
+
+@take.register_fake
+def _(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return values.new_empty(indices.shape)
+
+
+def emit_take(values: Any, indices: Any) -> Any:
+    """Translate for `torch.onnx.export`: one node, whatever the shape of the indices."""
+    return op.Gather(values, indices)
+
+
+TRANSLATIONS = {
+    torch.ops.redraft.tree_attention.default: tree_attention.emit,
+    torch.ops.redraft.rms_norm.default: modules.emit_rms_norm,
+    torch.ops.redraft.rotary.default: modules.emit_rotary,
+    torch.ops.redraft.gather_rows.default: emit_gather_rows,
+    torch.ops.redraft.take.default: emit_take,
+    torch.ops.redraft.add_noise.default: noise.emit_add_noise,
+}
+
+
+@dataclass
+class TracedPass:
+    """A forward pass whose attention calls become operators, over the KV buffers of its inputs.
+
+    layers: attention of each layer.   order: number of a layer by the identity of its module.
+    output_rows: rows that the head computes, if the pass has a head.
+    """
+
+    layers: Sequence[LayerAttention]
+    order: Mapping[int, int]
+    tree_mask: torch.Tensor
+    positions: torch.Tensor
+    cache_len: torch.Tensor
+    kv_len: torch.Tensor
+    caches: list[torch.Tensor]
+    output_rows: torch.Tensor | None = None
+    presents: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    features: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the context, the model's calls go to this pass."""
+        token = CURRENT.set(self)
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+
+    def mask(self, mask_function: Callable[..., Any]) -> None:
+        """Return None: the operator's attributes describe a layer's mask."""
+
+    def positions_of(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the graph's input of positions."""
+        return self.positions
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return the operator's node, with heads padded to the size of the KV buffers."""
+        if id(call.module) not in self.order:
+            raise UnsupportedModelError(f"{call.name} attends in some calls and not in others")
+        layer = self.order[id(call.module)]
+        key_cache, value_cache = self.caches[2 * layer : 2 * layer + 2]
+        _, kv_heads, _, head_dim = key_cache.shape
+        batch, q_heads, nodes, _ = call.query.shape
+        query, key = _with_positions(call, self.positions) if call.slopes is not None else (call.query, call.key)
+        key, value = (_repeated(x, kv_heads // x.shape[1]) for x in (key, call.value))
+        flat = [_padded(x, head_dim).transpose(1, 2).reshape(batch, nodes, -1) for x in (query, key, value)]
+        mask, sinks = self.layers[layer].mask, call.sinks
+        if sinks is None and any(other.sinks for other in self.layers):
+            sinks = query.new_full((q_heads,), torch.finfo(query.dtype).min)  # a sink without weight
+        out, *present = torch.ops.redraft.tree_attention(
+            *flat, key_cache, value_cache, self.tree_mask, self.positions, self.cache_len, self.kv_len, sinks,
+            call.scaling, call.softcap, mask.window, mask.chunk, q_heads, kv_heads,
+        )  # fmt: skip
+        self.presents[layer] = (present[0], present[1])
+        attended: torch.Tensor = out.view(batch, nodes, q_heads, head_dim)
+        return attended if head_dim == call.value.shape[-1] else attended[..., : call.value.shape[-1]]
+
+
+def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Repeat each head of x [B, H, T, D] `times` times."""
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Pad the heads of x [B, H, T, D] to `size` with zeros."""
+    return x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+def _with_positions(call: AttentionCall, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query and key with two more components, whose product is ALiBi's bias: slope times the key's position.
+
+    ALiBi (arXiv 2108.12409, section 3) subtracts slope times the distance. The query's part of the distance is equal
+    for all keys of a row and cancels in the softmax.
+    """
+    assert call.slopes is not None
+    query, key = call.query, call.key
+    slopes = (call.slopes / call.scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    steps, rest = positions // POSITION_STEP, positions % POSITION_STEP
+    places = torch.stack([steps, rest], -1)[:, None].to(key.dtype).expand(-1, key.shape[1], -1, -1)
+    return torch.cat([query, slopes * POSITION_STEP, slopes], -1), torch.cat([key, places], -1)
+
+
+class VerifierModule(nn.Module):
+    """A model with the graph's signature: inputs and outputs in the order of `redraft.signatures`."""
+
+    def __init__(self, model: nn.Module, hidden_states: tuple[str, ...], recorded: LayerRecorder) -> None:
+        super().__init__()
+        self.model = model
+        self.hidden_states = hidden_states
+        self.__dict__["recorded"] = recorded
+        model.get_output_embeddings().register_forward_pre_hook(_wanted_rows)  # type: ignore[operator]
+        for hidden_state in hidden_states:
+            _with_hidden_states(model, hidden_state).register_forward_hook(_collect(hidden_state))
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        tree_mask: torch.Tensor,
+        cache_len: torch.Tensor,
+        kv_len: torch.Tensor,
+        output_rows: torch.Tensor,
+        caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the model. Shapes are those of `redraft.signatures.verifier_inputs` and `verifier_outputs`."""
+        recorded: LayerRecorder = self.__dict__["recorded"]
+        current = TracedPass(
+            recorded.layers, recorded.order, tree_mask, positions, cache_len, kv_len, caches, output_rows
+        )
+        with current.running():
+            logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits.float()
+        presents = [cache for layer in sorted(current.presents) for cache in current.presents[layer]]
+        return (logits, *(current.features[hidden_state] for hidden_state in self.hidden_states), *presents)
+
+
+def _traced() -> TracedPass:
+    current = CURRENT.get()
+    assert isinstance(current, TracedPass)
+    return current
+
+
+def _with_hidden_states(model: nn.Module, hidden_state: str) -> nn.Module:
+    """Return the module whose output is the feature `hidden_state`: a layer, or the final norm."""
+    decoder: Any = model.base_model
+    found = (
+        getattr(decoder, "norm", None) if hidden_state == names.LAST_HIDDEN_STATE else getattr(decoder, "layers", None)
+    )
+    if found is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no layers of known names: no feature {hidden_state!r}")
+    module: nn.Module = found if hidden_state == names.LAST_HIDDEN_STATE else found[int(hidden_state)]
+    return module
+
+
+def _wanted_rows(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    rows = _traced().output_rows
+    assert rows is not None
+    return (gather_rows(args[0], rows), *args[1:])
+
+
+def _collect(hidden_state: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        _traced().features[hidden_state] = output if isinstance(output, torch.Tensor) else output[0]
+
+    return hook
+
+
+@contextmanager
+def empty_model(architecture: Architecture, max_positions: int, dtype: Dtype = "float32") -> Iterator[nn.Module]:
+    """Return the text model with single operators and with uninitialized weights, whose pages are never touched."""
+    own_attention.register(architecture.text.model_type)
+    with no_init_weights():
+        model = _built(architecture, dtype)
+        model.tie_weights()
+        own_attention.replace(model)
+        experts.unroll_experts(model)
+    model.requires_grad_(False)
+    modules.replace_rms_norms(model)
+    modules.fix_rotary_lengths(model)
+    with modules.single_rotary(model, max_positions):
+        yield model
+
+
+def _built(architecture: Architecture, dtype: Dtype) -> Any:
+    try:
+        return architecture.text_class._from_config(
+            architecture.text, attn_implementation=INTERFACE, dtype=TORCH[dtype]
+        ).eval()
+    except KeyError as error:
+        if INTERFACE not in str(error):
+            raise
+        name = architecture.text_class.__name__
+        raise UnsupportedModelError(f"{name} allows only its own attention", DECODERS_ONLY) from None
+
+
+def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:
+    """Export to an ONNX model without reading weights. Inputs and outputs have the signature's names and order."""
+    b, t, r, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("T", 1), ("R", 1), ("C", 2)))
+    args, dynamic = decoder_arguments(shape, b, t, r, c)
+    outputs = signatures.verifier_outputs(shape, module.hidden_states)
+    return trace_graph(module, args, dynamic, signatures.verifier_inputs(shape), outputs)
+
+
+def decoder_arguments(
+    shape: signatures.VerifierShape, b: Any, t: Any, r: Any, c: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return arguments of `VerifierModule.forward` to trace with, and their sizes that vary, by four symbols."""
+    batch, nodes, kv_rows = TRACED_BATCH, TRACED_NODES, TRACED_KV_ROWS
+    cache = torch.zeros(batch, shape.kv_heads, kv_rows, shape.head_dim, dtype=TORCH[shape.dtype])
+    args = (
+        torch.ones(batch, nodes, dtype=torch.long),
+        torch.arange(nodes).repeat(batch, 1),
+        torch.ones(batch, nodes, nodes, dtype=torch.bool),
+        torch.full((batch,), 3),
+        torch.tensor([3 + nodes]),
+        torch.zeros(batch, 3, dtype=torch.long),
+        [cache.clone() for _ in range(2 * shape.layers)],
+    )
+    dynamic: tuple[Any, ...] = (
+        {0: b, 1: t},
+        {0: b, 1: t},
+        {0: b, 1: t, 2: t},
+        {0: b},
+        {},
+        {0: b, 1: r},
+        [{0: b, 2: c}] * 2 * shape.layers,
+    )
+    return args, dynamic
+
+
+def trace_graph(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    dynamic: tuple[Any, ...],
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    translations: Mapping[Any, Any] = TRANSLATIONS,
+) -> ir.Model:
+    """Export a module of redraft, called with `args` whose `dynamic` sizes vary, with the names of its signature."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = _export(
+            module,
+            args,
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=dynamic,
+            input_names=[spec.name for spec in inputs],
+            output_names=[spec.name for spec in outputs],
+            custom_translation_table=dict(translations),
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    return program.model
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.onnx.ONNXProgram | None:
+    try:
+        return torch.onnx.export(module, args, **options)
+    except Exception as error:  # torch wraps the cause in advice that does not help our users
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, RedraftError):
+            cause = cause.__cause__
+        if cause is None:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise UnsupportedModelError(f"torch cannot trace {_called(module)} ({reason})") from error
+    raise cause from None  # here, so that the cause does not also become the context of the error
+
+
+def _called(module: nn.Module) -> str:
+    return type(getattr(module, "model", module)).__name__

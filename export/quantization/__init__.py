@@ -1,0 +1,1 @@
+"""Products over weights of few bits."""

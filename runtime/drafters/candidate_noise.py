@@ -1,0 +1,123 @@
+"""The noise under which a drafter's candidates are drawn, and their distributions, as rejection sampling needs them."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.device import Array, Buffer, Device, slots_of
+from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise
+from redraft.runtime.sequence import Sequence
+from redraft.types import FloatArray, IntArray
+
+
+class SlotNoise:
+    """Factors on logits and noise of all slots, on the device. They are written when they change.
+
+    draft_logit_scale: the drafter's own factor, which was measured for greedy verifiers.
+    """
+
+    def __init__(self, device: Device, slots: int, draft_logit_scale: float) -> None:
+        self._own = draft_logit_scale
+        self._noises = [NO_NOISE] * slots
+        self._buffers = self._filled(device, slots)
+        self._silent = self._filled(device, 1)
+
+    def buffers(self, slots: int) -> Mapping[str, Buffer]:
+        """Return the buffers [B] of the first slots."""
+        return {name: slots_of(buffer, range(slots)) for name, buffer in self._buffers.items()}
+
+    @property
+    def without(self) -> Mapping[str, Buffer]:
+        """Buffers [1] for calls of one sequence whose tree nobody reads."""
+        return self._silent
+
+    def set(self, batch: abc.Sequence[Sequence], values: Mapping[str, Array], first: int = 0) -> None:
+        """Set the inputs of the next call, whose slot i has sequence i. values: arrays of the call's integers.
+
+        first: levels of the draft that earlier calls made.
+        """
+        keys, drawn = values[names.NOISE_KEYS], values[names.DRAWN]
+        for slot, seq in enumerate(batch):
+            noise = seq.noise
+            drawn[slot] = noise.drawn
+            if noise.temperature > 0:
+                keys[slot] = noise.keys(len(seq.tokens), first + keys.shape[1])[first:]
+        self._write([seq.noise for seq in batch])
+
+    def clear(self) -> None:
+        """Remove the noise of all slots."""
+        self._write([])
+
+    def _write(self, noises: list[DraftNoise]) -> None:
+        noises += [NO_NOISE] * (len(self._noises) - len(noises))
+        if noises == self._noises:
+            return
+        self._noises = noises
+        for name, values in self._factors(noises).items():
+            self._buffers[name].write(values)
+
+    def _filled(self, device: Device, slots: int) -> dict[str, Buffer]:
+        """Return buffers for slots without noise."""
+        buffers: dict[str, Buffer] = {}
+        for name, values in self._factors([NO_NOISE] * slots).items():
+            buffers[name] = device.empty("float32", slots)
+            buffers[name].write(values)
+        return buffers
+
+    def _factors(self, noises: abc.Sequence[DraftNoise]) -> dict[str, Array]:
+        return {
+            names.DRAFT_LOGIT_SCALE: np.array([noise.logit_scale(self._own) for noise in noises], np.float32),
+            names.NOISE_SCALE: np.array([noise.temperature for noise in noises], np.float32),
+        }
+
+
+AddedLogits = Callable[[int], FloatArray]
+"""Returns the numbers that a token adds to the next token's logits, [H]."""
+
+
+class ChainProposal:
+    """A `redraft.types.Proposal` over the logits of a chain. A row is computed when it is asked for.
+
+    chain:  the slot's logits [1, N, H], before noise.   first_step: steps of them that earlier trees used.
+    scale:  factor on logits.   tokens: of the columns.   added: for methods whose logits depend on the last token too.
+    """
+
+    def __init__(
+        self, chain: Buffer, first_step: int, scale: float, tokens: IntArray | None, added: AddedLogits | None
+    ) -> None:
+        self.tokens = tokens
+        self._chain = chain
+        self._first_step = first_step
+        self._scale = np.float32(scale)
+        self._added = added
+        self._read: Array | None = None
+
+    def logits(self, depth: int, token: int) -> FloatArray:
+        """Return the logits of the children of a node with this depth and token, float32[H]."""
+        if self._read is None:
+            self._read = self._chain.read() if self._chain.host is None else self._chain.host
+        row: FloatArray = self._read[0, self._first_step + depth]
+        if self._added is not None:
+            row = row + self._added(token)
+        return row * self._scale
+
+
+class RowsProposal:
+    """A `redraft.types.Proposal` of a chain over rows that the host has.
+
+    rows: the logits after each node of the chain, before noise.   scale: factor on logits.   tokens: of the columns.
+    """
+
+    def __init__(self, rows: abc.Sequence[FloatArray], scale: float, tokens: IntArray | None) -> None:
+        self.tokens = tokens
+        self._rows = rows
+        self._scale = np.float32(scale)
+
+    def logits(self, depth: int, token: int) -> FloatArray:
+        """Return the logits after the node at this depth, float32[H]."""
+        row: FloatArray = self._rows[depth] * self._scale
+        return row

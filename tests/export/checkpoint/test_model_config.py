@@ -1,0 +1,139 @@
+"""Refusals name their reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AttentionInterface
+
+from redraft.config import BuildConfig
+from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError, UsageError
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.graph import attention
+from redraft.export.verifier import export_verifier
+from tests.export.models import COMMON, write_checkpoint
+
+
+def export_config(tmp_path: Path, values: dict, **config):
+    """Export a configuration with random weights. Refusals come before any weight is read."""
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | values))
+    checkpoint = Checkpoint(tmp_path, COMMON | values, {})
+    return export_verifier(checkpoint, tmp_path, BuildConfig(random_weights=True, **config))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "nosuchmodel"}, "knows no architecture 'nosuchmodel'"),
+        ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "code from its own repository"),
+        ({"model_type": "t5"}, "t5 is not a decoder-only"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq\)"),
+        ({"model_type": "phi3", "head_dim": 12, "original_max_position_embeddings": 64,
+          "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
+          "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}},
+         "changes its rotary embedding in texts of more than 64 tokens; give --max-model-len 64 or less"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False, "decoder_layers": 3},
+         "bart counts token positions itself"),
+        ({"model_type": "doge"}, "DogeAttention makes its own attention mask"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+         "layers without a plain KV cache .linear_attention"),
+        ({"model_type": "bert", "is_decoder": False}, "BertSelfAttention attends in both directions"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_refused_by_name(tmp_path, values, reason):
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=reason) as caught:
+        export_config(tmp_path, values)
+    assert "\n" not in str(caught.value)
+    assert_ends(caught.value)
+
+
+def assert_ends(error):
+    """The chain of an error's causes has no cycle."""
+    seen = set()
+    while error is not None:
+        assert id(error) not in seen
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def test_window_that_a_layer_contradicts_is_noticed(tmp_path, monkeypatch):
+    """A layer with another window than its mask's would be wrong past one of them."""
+    honest = attention.attend
+
+    def contradicting(*args, sliding_window=None, **kwargs):
+        return honest(*args, sliding_window=5, **kwargs)
+
+    AttentionInterface.register(attention.INTERFACE, contradicting)
+    try:
+        with pytest.raises(UnsupportedModelError, match="MistralAttention has a window of 5 and a mask of 8"):
+            export_config(tmp_path, {"model_type": "mistral", "sliding_window": 8})
+    finally:
+        AttentionInterface.register(attention.INTERFACE, honest)
+
+
+def test_context_past_the_limit(tmp_path):
+    with pytest.raises(UsageError, match="context 500 passes the model's limit of 128"):
+        export_config(tmp_path, {"model_type": "llama"}, max_model_len=500)
+
+
+@pytest.mark.parametrize("hidden_state", ["3", "first", "-1", "01", "²"])
+def test_unknown_tap(tmp_path, hidden_state):
+    with pytest.raises(UsageError, match="unknown hidden state"):
+        export_config(tmp_path, {"model_type": "llama"}, hidden_states=(hidden_state,))
+
+
+def test_invalid_config_is_one_line(tmp_path):
+    with pytest.raises(RedraftError) as caught:
+        export_config(tmp_path, {"model_type": "llama", "hidden_size": "wide"})
+    assert "\n" not in str(caught.value)
+
+
+SHAPE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "rope_theta": 5e5}
+
+
+def test_a_checkpoint_of_a_recipes_shape_in_any_spelling():
+    """Newer files nest rotary fields. The context length does not matter."""
+    nested = {"rope_type": "default", "rope_theta": 5e5}
+    values = {k: v for k, v in SHAPE.items() if k != "rope_theta"} | {"rope_parameters": nested}
+    found = model_config.load_config(Checkpoint(Path("x"), values | {"max_position_embeddings": 99}, {}))
+    model_config.check_shape(found, SHAPE | {"max_position_embeddings": 4096}, "mine")
+
+
+def test_a_gguf_files_numbers_fit_a_recipes_shape():
+    """GGUF files store fp32; 1e-5 in fp32 is another number."""
+    rounded = {"rms_norm_eps": float(np.float32(1e-5)), "rope_theta": float(np.float32(12345.6))}
+    found = model_config.load_config(Checkpoint(Path("x"), SHAPE | rounded, {}))
+    model_config.check_shape(found, SHAPE | {"rms_norm_eps": 1e-5, "rope_theta": 12345.6}, "mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_size": 96}, "hidden_size is 96, expected 64"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, expected 2"),
+        ({"rope_theta": 1e4}, "rope_parameters is "),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2', expected 'llama'"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused_by_the_field(change, field):
+    found = model_config.load_config(Checkpoint(Path("x"), SHAPE | change, {}))
+    with pytest.raises(CheckpointError, match=f"does not fit recipe mine: {field}"):
+        model_config.check_shape(found, SHAPE, "mine")
+
+
+def test_a_recipes_unknown_architecture_is_named():
+    found = model_config.load_config(Checkpoint(Path("x"), SHAPE, {}))
+    with pytest.raises(UnsupportedModelError, match=r"knows no architecture .nosuch.; fix \[shape\] of recipe mine"):
+        model_config.check_shape(found, {"model_type": "nosuch"}, "mine")
+
+
+def test_config_only_checkpoint_opens_for_random_weights(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "llama")
+    (source / "model.safetensors").unlink()
+    assert Checkpoint.open(source, weights=False).tensors == {}

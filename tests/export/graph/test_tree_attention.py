@@ -1,0 +1,100 @@
+"""The operator's ONNX body equals torch: ragged batches, windows, softcap, grouped heads, unused rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+from redraft.export.graph import tree_attention
+from redraft.export.graph.tree_attention import INPUTS, OUTPUTS, SINKS
+
+BATCH, NODES, CAPACITY, HEAD = 3, 6, 40, 16
+PAST = np.array([0, 7, 25])
+
+
+def one_node_model(
+    scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int, sinks: bool = False
+) -> onnx.ModelProto:
+    """A model of one TreeAttention node and its bodies."""
+    floats, integers, booleans = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
+    types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "cache_len", "kv_len"), integers)
+    types["tree_mask"] = booleans
+    ranks = {"positions": 2, "cache_len": 1, "kv_len": 1, "key_cache": 4, "value_cache": 4}
+    values = [
+        ir.Value(name=n, type=ir.TensorType(types[n]), shape=ir.Shape([f"{n}{i}" for i in range(ranks.get(n, 3))]))
+        for n in INPUTS
+    ]
+    if sinks:
+        values.append(ir.Value(name=SINKS, type=ir.TensorType(floats), shape=ir.Shape([q_heads])))
+    attributes = dict(scale=scale, softcap=softcap, window=window, chunk=chunk, q_heads=q_heads, kv_heads=kv_heads)
+    node = ir.node("TreeAttention", values, attributes, domain="redraft", num_outputs=3)
+    for output, name in zip(node.outputs, OUTPUTS, strict=True):
+        output.name, output.type = name, ir.TensorType(floats)
+    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 24, "redraft": 1}, name="one")
+    model = ir.Model(graph, ir_version=11)
+    tree_attention.add_bodies(model)
+    return ir.to_proto(model)
+
+
+def random_inputs(q_heads: int, kv_heads: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(np.float32)
+
+    mask = np.zeros((BATCH, NODES, NODES), bool)
+    positions = np.zeros((BATCH, NODES), np.int64)
+    for b in range(BATCH):
+        for i in range(NODES):
+            if i:
+                parent = int(generator.integers(0, i))
+                mask[b, i] = mask[b, parent]
+                positions[b, i] = positions[b, parent] + 1
+            mask[b, i, i] = True
+    caches = [1e4 * normal(BATCH, kv_heads, CAPACITY, HEAD) for _ in range(2)]
+    for cache in caches:
+        for b, past in enumerate(PAST):
+            cache[b, :, :past] = normal(kv_heads, past, HEAD)
+    rows = [normal(BATCH, NODES, h * HEAD) for h in (q_heads, kv_heads, kv_heads)]
+    return dict(
+        zip(
+            INPUTS, [*rows, *caches, mask, positions + PAST[:, None], PAST, np.array([PAST.max() + NODES])], strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (4, 0), (0, 6), (4, 6)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_body_equals_torch(softcap, window, chunk, q_heads, kv_heads, sinks):
+    inputs = random_inputs(q_heads, kv_heads)
+    attributes = (0.3, softcap, window, chunk, q_heads, kv_heads)
+    added = {SINKS: np.linspace(-2, 3, q_heads).astype(np.float32)} if sinks and not softcap else {}
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(one_node_model(*attributes, bool(added)).SerializeToString(), options)
+    found = session.run(list(OUTPUTS), inputs | added)
+    sink = torch.tensor(added[SINKS]) if added else None
+    expected = torch.ops.redraft.tree_attention(*map(torch.tensor, inputs.values()), sink, *attributes)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    for cache, reference in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(cache, reference)
+
+
+def test_dead_rows_do_not_matter():
+    """Other content of unused rows gives the same result to the last bit."""
+    attributes = (0.3, 0.0, 0, 0, 4, 2)
+    inputs = random_inputs(4, 2)
+    other = {name: array.copy() for name, array in inputs.items()}
+    for name in ("key_cache", "value_cache"):
+        for b, past in enumerate(PAST):
+            other[name][b, :, past:] = -3e5
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(one_node_model(*attributes).SerializeToString(), options)
+    np.testing.assert_array_equal(session.run(["out"], inputs)[0], session.run(["out"], other)[0])
