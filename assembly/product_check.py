@@ -9,7 +9,7 @@ The sums' order is the only difference that is allowed in 2 and 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from redraft import names
-from redraft.assembly.scoring import fill_chain
+from redraft.assembly.scoring import bind_caches, fill_chain
 from redraft.engines import Bundle, open_calls
 from redraft.engines.manifest import GraphRecord
 from redraft.errors import UnsupportedModelError
@@ -52,22 +52,11 @@ class _Lookup:
 
 
 @dataclass(frozen=True)
-class CheckedProducts:
-    """The result. products: their number.   difference: the largest one of a value, relative to its row's size."""
-
-    products: int
-    difference: float
-    between: bool
-
-    def describe(self) -> str:
-        """Return one line about the result."""
-        also = " and everything between them equal" if self.between else " equal"
-        return f"checked: {self.products} products{also} their rounded reference"
-
-
-@dataclass(frozen=True)
 class _Product:
-    """One MatMulNBits: the names of its input before smoothing and sums, and of its result; its parameters."""
+    """One MatMulNBits: the names of its input before smoothing and sums, and of its result.
+
+    columns: numbers of the input.   parameters: the outputs of each parameter of its weight.
+    """
 
     stem: str
     input: str
@@ -75,49 +64,70 @@ class _Product:
     bits: int
     block: int
     columns: int
-    parameters: tuple[str, ...]
-    sizes: tuple[int, ...]
+    parameters: Mapping[str, slice]
+
+    @property
+    def rows(self) -> int:
+        """The number of all outputs."""
+        return max(outputs.stop for outputs in self.parameters.values())
 
 
-def check_products(bundle: Bundle, traced: TracedVerifier, texts: Sequence[int]) -> CheckedProducts:
-    """Compare the staged bundle's engine for any batch. texts: token ids of one text.
+@dataclass(frozen=True)
+class _Stored:
+    """The bundle's weights by the names of their initializers."""
 
-    Raises UnsupportedModelError naming the first product that differs. `between` is False if transformers has no module
-    for some product, as for experts.
+    folder: Path
+    refs: Mapping[str, WeightRef]
+
+    def array(self, name: str, dtype: Any, rows: slice = slice(None)) -> NDArray[Any]:
+        """Return rows of a stored array."""
+        ref = self.refs[name]
+        mapped = np.memmap(self.folder / ref.file, dtype, "r", ref.offset, ref.shape)
+        return np.array(mapped[rows])
+
+    def factors(self, stem: str) -> Any:
+        """Return the factors by which a product's inputs or a lookup's rows are multiplied; 1 without smoothing."""
+        name = f"{stem}{names.SMOOTHING}"
+        return self.array(name, np.float32) if name in self.refs else np.float32(1)
+
+
+def check_products(bundle: Bundle, traced: TracedVerifier, text: Sequence[int]) -> tuple[int, bool]:
+    """Compare the staged bundle's engine for any batch. text: its token ids.
+
+    Returns the number of products, and True if transformers has modules for all of them, which it has not for experts:
+    then what is between the products is compared too. Raises UnsupportedModelError naming the first that differs.
     """
     from redraft.export.forced import Recorded, can_force, compare_forced
 
     graph = ir.load(bundle.path / bundle.graph(bundle.host_graph(False)).file)
-    products = list(_products(graph, traced))
-    lookups = list(_lookups(graph))
-    tokens = list(texts)[: sum(CHUNKS)]
-    found = _record(bundle, graph, products, {lookup.value for lookup in lookups}, tokens)
+    products, lookups = list(_products(graph, traced)), list(_lookups(graph))
+    tokens = list(text)[: sum(CHUNKS)]
+    values = _record(bundle, graph, products, {lookup.value for lookup in lookups}, tokens)
     return_memory()
-    worst = 0.0
-    stored = {ref.initializer: ref for ref in bundle.manifest.weights}
+    stored = _Stored(bundle.path, {ref.initializer: ref for ref in bundle.manifest.weights})
+    weights = {part.parameters[0]: part for weight in traced.products for part in weight.parts()}
     indices = {names.TOKEN_IDS: tokens, names.POSITIONS: range(len(tokens))}
     for lookup in lookups:
         if lookup.index in indices:
-            _check_lookup(bundle.path, stored, lookup, traced.source, indices[lookup.index], found[lookup.value])
+            _check_lookup(stored, lookup, traced.source, indices[lookup.index], values[lookup.value])
     for product in products:
-        worst = max(worst, _check_product(bundle.path, stored, product, traced, found))
+        slabs = {parameter: weights[parameter].slabs(traced.source) for parameter in product.parameters}
+        _check_product(stored, product, slabs, values)
     parts = {
-        parameter: found[product.result][:, begin : begin + size]
+        parameter: np.ascontiguousarray(values[product.result][:, outputs])
         for product in products
-        for parameter, begin, size in _parts(product)
+        for parameter, outputs in product.parameters.items()
     }
-    inputs = {parameter: found[product.input] for product in products for parameter in product.parameters}
-    rows = {lookup.table: found[lookup.value] for lookup in lookups}
-    between = can_force(traced, parts)
-    if between:
-        seen: list[float] = []
-        compare_forced(
-            traced,
-            Recorded(tokens, inputs, {k: np.ascontiguousarray(v) for k, v in parts.items()}, rows, found[names.LOGITS]),
-            lambda name, expected, value: seen.append(_apart(f"the input of {name}", expected, value)),
-        )
-        worst = max([worst, *seen])
-    return CheckedProducts(len(products), worst, between)
+    if not can_force(traced, parts):
+        return len(products), False
+    inputs = {parameter: values[product.input] for product in products for parameter in product.parameters}
+    rows = {lookup.table: values[lookup.value] for lookup in lookups}
+    compare_forced(
+        traced,
+        Recorded(tokens, inputs, parts, rows, values[names.LOGITS]),
+        lambda name, expected, value: _check_close(f"the input of {name}", expected, value),
+    )
+    return len(products), True
 
 
 def _products(graph: ir.Model, traced: TracedVerifier) -> Iterator[_Product]:
@@ -126,32 +136,29 @@ def _products(graph: ir.Model, traced: TracedVerifier) -> Iterator[_Product]:
     for node in graph.graph:
         if node.op_type != "MatMulNBits":
             continue
-        codes = node.inputs[1]
+        codes, given = node.inputs[1], node.inputs[0]
         assert codes is not None
-        assert node.inputs[0] is not None
+        assert given is not None
         stem = str(codes.name).removesuffix(names.CODES)
         weight, first = weights[stem.removesuffix(".merged")]
-        rows, bits = node.attributes["N"].as_int(), node.attributes["bits"].as_int()
-        parameters, sizes = _covered(weight, first, rows, traced)
-        given = _before(node.inputs[0])
+        number = {key: node.attributes[key].as_int() for key in ("N", "bits", "block_size")}
         yield _Product(
-            stem, given, str(node.outputs[0].name), bits, node.attributes["block_size"].as_int(),
-            weight.shape(traced.source)[1], parameters, sizes,
+            stem, _before(given), str(node.outputs[0].name), number["bits"], number["block_size"],
+            weight.shape(traced.source)[1], _covered(weight, first, number["N"], traced),
         )  # fmt: skip
 
 
-def _covered(
-    weight: ProductWeight, first: int, rows: int, traced: TracedVerifier
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the parameters from the number `first` on that have `rows` outputs together, and the outputs of each."""
-    parameters: list[str] = []
-    sizes: list[int] = []
+def _covered(weight: ProductWeight, first: int, rows: int, traced: TracedVerifier) -> dict[str, slice]:
+    """Return the outputs of the parameters from the number `first` on that have `rows` outputs together."""
+    outputs: dict[str, slice] = {}
+    begin = 0
     for part in weight.parts()[first:]:
-        if sum(sizes) < rows:
-            parameters.append(part.parameters[0])
-            sizes.append(part.shape(traced.source)[0])
-    assert sum(sizes) == rows, weight
-    return tuple(parameters), tuple(sizes)
+        if begin < rows:
+            end = begin + part.shape(traced.source)[0]
+            outputs[part.parameters[0]] = slice(begin, end)
+            begin = end
+    assert begin == rows, weight
+    return outputs
 
 
 def _before(value: ir.Value) -> str:
@@ -193,7 +200,7 @@ def _record(
     specs = list(record.outputs)
     for name in sorted(wanted - outputs):
         value = values[name]
-        sizes = {p.input: p.columns for p in products} | {p.result: sum(p.sizes) for p in products}
+        sizes = {p.input: p.columns for p in products} | {p.result: p.rows for p in products}
         size = sizes.get(name, shape.hidden)
         rows = "R" if any(p.result == names.LOGITS and p.input == name for p in products) else "T"
         value = _in_rows(graph.graph, value, [1, rows, size])  # some modules compute with [B * T, n]
@@ -204,9 +211,7 @@ def _record(
         ir.save(graph, bundle.path / file)
         graphs = {**manifest.graphs, GRAPH: GraphRecord(file, record.inputs, tuple(specs))}
         calls = open_calls(Bundle(bundle.path, replace(manifest, graphs=graphs)), GRAPH)
-        for layer in range(shape.layers):
-            for cache in (names.key_cache(layer), names.value_cache(layer)):
-                calls.bind(cache, np.zeros((1, shape.kv_heads, len(tokens) + 1, shape.head_dim), np.float32))
+        bind_caches(calls, shape, len(tokens) + 1)
         parts: dict[str, list[Array]] = {name: [] for name in {*wanted, names.LOGITS}}
         given = {name: name if name in outputs else f"{name}{IN_ROWS}" for name in parts}
         start = 0
@@ -236,43 +241,34 @@ def _in_rows(graph: ir.Graph, value: ir.Value, shape: list[int | str]) -> ir.Val
     return result
 
 
-def _parts(product: _Product) -> Iterator[tuple[str, int, int]]:
-    begin = 0
-    for parameter, size in zip(product.parameters, product.sizes, strict=True):
-        yield parameter, begin, size
-        begin += size
-
-
 def _check_product(
-    folder: Path, stored: Mapping[str, WeightRef], product: _Product, traced: TracedVerifier, found: Mapping[str, Array]
-) -> float:
-    """Compare all outputs, a few at a time: the codes with the checkpoint, the result with the codes."""
-    x, worst = found[product.input], 0.0
-    inverse = stored.get(f"{product.stem}{names.SMOOTHING}")
-    factors = None if inverse is None else _array(folder, inverse, np.float32)
-    scaled = x if factors is None else x * factors
-    given = _with_sums(scaled, product, stored)
+    stored: _Stored, product: _Product, slabs: Mapping[str, Iterable[Array]], values: Mapping[str, Array]
+) -> None:
+    """Compare all outputs, a few at a time: the codes with the checkpoint, the result with the codes.
+
+    slabs: the checkpoint's rows by parameter.
+    """
+    factors = stored.factors(product.stem)
+    given = _with_sums(values[product.input] * factors, product, stored)
     choices = (_rounded_inputs(given, product.block), given)  # some processors have no kernel for rounded inputs
-    for parameter, begin, _ in _parts(product):
-        weights = next(part for w in traced.products for part in w.parts() if part.parameters == (parameter,))
-        for exact in weights.slabs(traced.source):
+    for parameter, outputs in product.parameters.items():
+        begin = outputs.start
+        for exact in slabs[parameter]:
             rows = slice(begin, begin + len(exact))
             begin = rows.stop
-            weight = _stored_rows(folder, stored, product, rows)
+            weight = _stored_rows(stored, product, rows)
             own = weight[:, : product.columns] + _offsets(weight, product)
-            _check_weight(parameter, exact if factors is None else exact / factors, own, product.bits)
-            result = found[product.result][:, rows]
-            apart = [_relative(choice[:, : weight.shape[1]] @ weight.T, result) for choice in choices]
-            if not min(apart) <= ORDER:
-                raise _different(f"the product of {parameter}", min(apart))
-            worst = max(worst, min(apart))
-    return worst
+            _check_weight(parameter, exact / factors, own, product.bits)
+            result = values[product.result][:, rows]
+            apart = min(_relative(choice[:, : weight.shape[1]] @ weight.T, result) for choice in choices)
+            if not apart <= ORDER:
+                raise _different(f"the product of {parameter}", apart)
 
 
-def _with_sums(x: Array, product: _Product, stored: Mapping[str, WeightRef]) -> Array:
+def _with_sums(x: Array, product: _Product, stored: _Stored) -> Array:
     """Append the sums of blocks, if the product has offsets, and zeros up to whole blocks."""
     own = -(-product.columns // product.block)
-    blocks = stored[f"{product.stem}{names.CODES}"].shape[1]
+    blocks = stored.refs[f"{product.stem}{names.CODES}"].shape[1]
     if blocks > own:
         x = np.concatenate([x, x.reshape(len(x), own, -1).sum(-1)], 1)
     return np.pad(x, ((0, 0), (0, blocks * product.block - x.shape[1])))
@@ -295,13 +291,13 @@ def _rounded_inputs(x: Array, block: int) -> Array:
     return rounded
 
 
-def _stored_rows(folder: Path, stored: Mapping[str, WeightRef], product: _Product, rows: slice) -> Array:
+def _stored_rows(stored: _Stored, product: _Product, rows: slice) -> Array:
     """Return rows of a stored weight in fp32, offsets and padding included."""
-    codes = _array(folder, stored[f"{product.stem}{names.CODES}"], np.uint8, rows)
-    scales = _array(folder, stored[f"{product.stem}{names.SCALES}"], np.float32, rows)
+    codes = stored.array(f"{product.stem}{names.CODES}", np.uint8, rows)
+    scales = stored.array(f"{product.stem}{names.SCALES}", np.float32, rows)
     zeros: Any = np.uint8(1 << product.bits - 1)
-    if ref := stored.get(f"{product.stem}{names.ZEROS}"):
-        zeros = _unpacked(_array(folder, ref, np.uint8, rows), product.bits)[:, : scales.shape[1], None]
+    if (name := f"{product.stem}{names.ZEROS}") in stored.refs:
+        zeros = _unpacked(stored.array(name, np.uint8, rows), product.bits)[:, : scales.shape[1], None]
     values = _unpacked(codes, product.bits).astype(np.float32) - zeros
     scaled: Array = (values * scales[..., None]).reshape(len(codes), -1)
     return scaled
@@ -313,15 +309,7 @@ def _unpacked(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
 
 
-def _array(folder: Path, ref: WeightRef, dtype: Any, rows: slice = slice(None)) -> NDArray[Any]:
-    mapped = np.memmap(folder / ref.file, dtype, "r", ref.offset, ref.shape)
-    return np.array(mapped[rows])
-
-
-def _check_lookup(
-    folder: Path, stored: Mapping[str, WeightRef], lookup: _Lookup, source: AnySource, indices: Sequence[int],
-    found: Array,
-) -> None:  # fmt: skip
+def _check_lookup(stored: _Stored, lookup: _Lookup, source: AnySource, indices: Sequence[int], found: Array) -> None:
     """Compare looked-up rows with the checkpoint's, as they are stored."""
     numbers, begin = np.asarray(indices), 0
     exact = np.empty_like(found)
@@ -329,23 +317,20 @@ def _check_lookup(
         here = (begin <= numbers) & (numbers < begin + len(slab))
         exact[here] = slab[numbers[here] - begin]
         begin += len(slab)
-    inverse = stored.get(f"{lookup.table}{names.SMOOTHING}")
-    factors = 1 if inverse is None else _array(folder, inverse, np.float32)
+    factors = stored.factors(lookup.table)
     _check_weight(lookup.table, exact / factors, found / factors, 8)
 
 
 def _check_weight(parameter: str, exact: Array, own: Array, bits: int) -> None:
-    size = float(np.sqrt(np.mean(exact * exact)))
-    apart = float(np.sqrt(np.mean((own - exact) ** 2))) / max(size, 1e-30)
+    apart = _relative(exact, own)
     if not apart <= ROUNDED[bits]:
         raise _different(f"the stored weight of {parameter}", apart)
 
 
-def _apart(what: str, expected: Array, found: Array) -> float:
+def _check_close(what: str, expected: Array, found: Array) -> None:
     apart = _relative(expected, found)
     if not apart <= ORDER:
         raise _different(what, apart)
-    return apart
 
 
 def _relative(expected: Array, found: Array) -> float:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from redraft.garbage import return_memory
 
+if TYPE_CHECKING:
+    from redraft.assembly.resolve import ResolvedBuild
+
+TRACE, REFERENCE, WEIGHTS, MEASURE, DRAFTERS, CHECK, WRITE = (
+    "tracing the model", "running the model in fp32", "writing weights", "measuring quality", "building drafters",
+    "checking engines", "finishing the bundle",
+)  # fmt: skip
+"""Stages of a build, in order."""
 Report = Callable[[str], None]
 """Receives one line of progress."""
 SECONDS_BETWEEN_LINES = 1.0
@@ -18,6 +27,26 @@ BAR = 20
 """Characters of the bar."""
 SILENT_SHARE = 0.95
 """Largest share of a stage that is assumed to be done."""
+
+
+def expected_seconds(build: ResolvedBuild, traced: bool, referenced: bool) -> dict[str, float]:
+    """Return the expected seconds of each stage on two cores, from the sizes of the work.
+
+    traced, referenced: True if an earlier build has done these stages.
+    """
+    layers = int(build.checkpoint.config.get("num_hidden_layers") or 24)
+    billions = sum(math.prod(entry.shape) for entry in build.checkpoint.tensors.values()) / 1e9
+    rounded = build.config.rounds_products
+    measured = bool(build.texts) * build.tokens / 1000
+    return {
+        TRACE: 0 if traced else 2 + 0.6 * layers,
+        REFERENCE: 0 if referenced else measured * (2 + 22 * billions),
+        WEIGHTS: 1 + (8 if rounded else 1) * billions,
+        MEASURE: measured * (2 + 14 * billions),
+        DRAFTERS: 8.0 * len(build.drafters),
+        CHECK: build.check * (5 + 6 * billions if rounded else 10 + 10 * billions),
+        WRITE: 1 + 3 * billions,
+    }
 
 
 class BuildProgress:

@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from redraft.assembly.scoring import CHUNK_TOKENS, Scorer
 from redraft.config import Precision
 from redraft.engines import Bundle
 from redraft.engines.manifest import Quality
 from redraft.errors import UsageError
-from redraft.types import FloatArray, IntArray
+from redraft.types import FloatArray
 
 if TYPE_CHECKING:
     from redraft.export.quantization.calibrate import Calibration
     from redraft.export.quantization.product_forms import ProductPlan
     from redraft.export.verifier import TracedVerifier
 
-DEFAULT_TOKENS, FULL_TOKENS = 1000, 6000
-"""Tokens of all kinds together by default, and with `--quality full`."""
 FEWEST = 32
 """Tokens of a kind, if the context holds so many: figures of fewer say nothing, and choices follow from them."""
 _SPARE = 1e-30
@@ -40,15 +39,12 @@ class Texts:
     calibration: list[int]
 
     @classmethod
-    def of(cls, encoded: Mapping[str, list[int]], tokens: int, longest: int) -> Texts | None:
+    def of(cls, encoded: Mapping[str, list[int]], tokens: int, longest: int) -> Texts:
         """Return the first tokens of each kind, `tokens` in all, and the ones after them for calibration.
 
         encoded: token ids by kind, as the tokenizer makes them for a prompt.   longest: largest length of a sequence.
-        All kinds are as long as the shortest one. Raises UsageError for one of under FEWEST tokens, and returns None
-        without any kind.
+        All kinds are as long as the shortest one. Raises UsageError for one of under FEWEST tokens.
         """
-        if not encoded:
-            return None
         texts, wanted = encoded, min(-(-tokens // len(encoded)), longest)
         kind, shortest = min(texts.items(), key=lambda item: len(item[1]))
         if len(shortest) < min(FEWEST, wanted):
@@ -109,64 +105,55 @@ def run_reference(
 
 def measure_quality(bundle: Bundle, reference: Reference, progress: Callable[[int, int], None]) -> Quality:
     """Run the bundle's verifier over the texts, and compare it with the reference."""
-    scorer = Scorer(bundle)
-    kinds = reference.texts.measured
-    found: dict[str, _Compared] = {}
-    length = len(next(iter(kinds.values())))
-    for number, (kind, tokens) in enumerate(kinds.items()):
-        compared = _Compared.empty()
-        for start, logits, expected in zip(
-            range(0, length, CHUNK_TOKENS), scorer.logits(tokens), reference.chunks(kind), strict=True
-        ):
-            compared.add(logits, expected, np.asarray(tokens[start + 1 :][:CHUNK_TOKENS], np.int64))
-            progress(number * length + start, length * len(kinds))
-        found[kind] = compared
+    scorer, texts = Scorer(bundle), reference.texts.measured
+    compared: dict[str, Compared] = {}
+    for number, (kind, tokens) in enumerate(texts.items()):
+        chunks: list[Compared] = []
+        for logits, expected in zip(scorer.logits(tokens), reference.chunks(kind), strict=True):
+            start = CHUNK_TOKENS * len(chunks)
+            chunks.append(Compared.of(logits, expected, tokens[start + 1 :][:CHUNK_TOKENS]))
+            progress(number * len(tokens) + start, len(texts) * len(tokens))
+        compared[kind] = Compared.joined(chunks)
     return Quality(
-        {kind: one.perplexity for kind, one in found.items()},
-        {kind: one.perplexity_fp32 for kind, one in found.items()},
-        {kind: float(np.mean(one.divergences)) for kind, one in found.items()},
-        {kind: float(np.mean(one.same)) for kind, one in found.items()},
-        {kind: one.error for kind, one in found.items()},
-        length,
+        {kind: float(np.exp(one.losses.mean())) for kind, one in compared.items()},
+        {kind: float(np.exp(one.losses_fp32.mean())) for kind, one in compared.items()},
+        {kind: float(one.divergences.mean()) for kind, one in compared.items()},
+        {kind: float(one.same.mean()) for kind, one in compared.items()},
+        {kind: one.error for kind, one in compared.items()},
+        len(tokens),
     )
 
 
-@dataclass
-class _Compared:
-    """Figures of one kind, token by token."""
+@dataclass(frozen=True)
+class Compared:
+    """Figures of a text, token by token: losses of the next tokens, divergence, and equal likeliest tokens."""
 
-    losses: list[float]
-    losses_fp32: list[float]
-    divergences: list[float]
-    same: list[bool]
+    losses: NDArray[np.float64]
+    losses_fp32: NDArray[np.float64]
+    divergences: NDArray[np.float64]
+    same: NDArray[np.bool_]
 
     @classmethod
-    def empty(cls) -> _Compared:
-        return cls([], [], [], [])
-
-    def add(self, logits: FloatArray, expected: FloatArray, targets: IntArray) -> None:
-        """Add a chunk of logits [T, V]. targets: the next tokens, one fewer at the end of a text."""
+    def of(cls, logits: FloatArray, expected: FloatArray, targets: Sequence[int]) -> Compared:
+        """Compare logits [T, V]. targets: the next tokens, one fewer at the end of a text."""
         own, exact = _log_softmax(logits), _log_softmax(expected)
-        rows = np.arange(len(targets))
-        self.losses += (-own[rows, targets]).tolist()
-        self.losses_fp32 += (-exact[rows, targets]).tolist()
-        self.same += (logits.argmax(-1) == expected.argmax(-1)).tolist()
+        rows, same = np.arange(len(targets)), logits.argmax(-1) == expected.argmax(-1)
+        losses, losses_fp32 = -own[rows, targets], -exact[rows, targets]
         np.subtract(exact, own, out=own)
         np.exp(exact, out=exact)
-        self.divergences += np.einsum("tv,tv->t", exact, own).tolist()
+        figures = (losses, losses_fp32, np.einsum("tv,tv->t", exact, own))
+        return cls(*(figure.astype(np.float64) for figure in figures), same)
 
-    @property
-    def perplexity(self) -> float:
-        return float(np.exp(np.mean(self.losses)))
-
-    @property
-    def perplexity_fp32(self) -> float:
-        return float(np.exp(np.mean(self.losses_fp32)))
+    @classmethod
+    def joined(cls, chunks: Sequence[Compared]) -> Compared:
+        """Join the parts of a text."""
+        parts = zip(*((one.losses, one.losses_fp32, one.divergences, one.same) for one in chunks), strict=True)
+        return cls(*map(np.concatenate, parts))
 
     @property
     def error(self) -> float:
-        apart = np.subtract(self.losses, self.losses_fp32)
-        return float(np.std(apart) / np.sqrt(max(1, len(apart))))
+        """The standard error of the mean difference of losses."""
+        return float(np.std(self.losses - self.losses_fp32) / np.sqrt(max(1, len(self.losses))))
 
 
 def _log_softmax(logits: FloatArray) -> FloatArray:

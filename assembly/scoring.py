@@ -8,7 +8,8 @@ import numpy as np
 
 from redraft import names
 from redraft.engines import Bundle, open_calls
-from redraft.engines.calls import Call
+from redraft.engines.calls import Call, Calls
+from redraft.signatures import VerifierShape
 from redraft.types import FloatArray, IntArray
 
 CHUNK_TOKENS = 64
@@ -18,13 +19,9 @@ class Scorer:
     """Runs the verifier over one sequence at a time, as a chain, in chunks of CHUNK_TOKENS."""
 
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
-        shape = bundle.manifest.shape
         self.max_model_len = bundle.manifest.max_model_len
         self._engine = open_calls(bundle, names.VERIFIER, threads)
-        for layer in range(shape.layers):
-            for cache in (names.key_cache(layer), names.value_cache(layer)):
-                buffer = np.zeros((1, shape.kv_heads, self.max_model_len, shape.head_dim), np.float32)
-                self._engine.bind(cache, buffer)
+        bind_caches(self._engine, bundle.manifest.shape, self.max_model_len)
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[FloatArray]:
         """Yield logits after every token, a chunk [T, V] at a time. Each chunk overwrites the one before.
@@ -56,6 +53,13 @@ class Scorer:
             top = scores.max(-1, keepdims=True)
             normalizer = top[:, 0] + np.log(np.exp(scores - top).sum(-1))
             yield from normalizer - scores[np.arange(len(wanted)), wanted]
+
+
+def bind_caches(calls: Calls, shape: VerifierShape, rows: int) -> None:
+    """Bind empty KV buffers of one sequence."""
+    for layer in range(shape.layers):
+        for cache in (names.key_cache(layer), names.value_cache(layer)):
+            calls.bind(cache, np.zeros((1, shape.kv_heads, rows, shape.head_dim), np.float32))
 
 
 def fill_chain(call: Call, tokens: IntArray, start: int) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from redraft.config import Precision
+from redraft.assembly.product_check import check_products
+from redraft.assembly.verifier import SharedWork, write_verifier
+from redraft.config import BuildConfig, Precision
 from redraft.engines import Bundle, open_host
-from redraft.errors import UnsupportedModelError
+from redraft.engines.host_memory import available_bytes
+from redraft.errors import BackendError, UnsupportedModelError
 from redraft.garbage import return_memory
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
@@ -23,6 +29,16 @@ from redraft.runtime.tree import layout, make_tree, root_only
 from redraft.runtime.verifier import open_verifier
 from redraft.types import Budget, FloatArray, Outcome, Tree
 
+if TYPE_CHECKING:
+    from redraft.assembly.progress import BuildProgress
+    from redraft.assembly.resolve import ResolvedBuild
+    from redraft.export.verifier import TracedVerifier
+
+GIB = 1 << 30
+CHECKED_NUMBERS = 1_000_000_000
+"""Weights of the largest model that is checked whole. Only the first layers of larger models are checked."""
+COPIES = 2
+"""Copies of the fp32 weights in memory while a whole model is checked: the engine's, and its packed ones."""
 TEXT_TOKENS, NEW_TOKENS = 152, 24
 """Number of tokens of a compared text, and number of those after its prompt."""
 DISAGREEING = 0.5
@@ -34,20 +50,63 @@ ROUNDED: dict[Precision, float] = {"fp16": 0.1}
 """Largest median difference of a row of logits in a short type (root mean square, in standard deviations)."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The result of a comparison. difference: the largest one of a logit, in standard deviations of its row."""
+def check_engines(
+    build: ResolvedBuild, staged: Bundle, traced: TracedVerifier, work: SharedWork, progress: BuildProgress
+) -> None:
+    """Compare the staged engines with their reference. Raises UnsupportedModelError if they differ.
 
-    tokens: int
-    accepted: int
-    difference: float
+    Engines that round their products are compared with products over the same rounded weights and inputs, and what is
+    between the products with transformers' own modules. In fp32, logits must agree with transformers'. Of other
+    precisions, and if memory cannot hold the fp32 engines, an fp32 export of the first layers must. Raises BackendError
+    if memory is too small, since only the user may skip the comparison.
+    """
+    from redraft.export.reference import reference_logits
 
-    def describe(self, what: str = "") -> str:
-        """Return one line about the result."""
-        of = f" ({what})" if what else ""
-        return (
-            f"checked{of}: logits of {self.tokens} tokens, {self.accepted} of them in draft trees, equal transformers'"
+    manifest, checkpoint = staged.manifest, build.checkpoint
+    texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
+    if build.config.rounds_products:
+        products, between = check_products(staged, traced, texts[0])
+        also = " and everything between them" if between else ""
+        progress.say(f"checked: {products} products{also} equal their rounded reference")
+        check_graphs_agree(staged, texts)
+        if between:
+            return
+    numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+    whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
+    if whole and manifest.precision in ("fp32", "fp16") and manifest.backend == "onnxruntime":
+        logits = reference_logits(checkpoint, texts)
+        progress.say(f"checked: {check_bundle(staged, texts, logits, manifest.precision)}")
+        if manifest.precision == "fp32":
+            return
+    _check_first_layers(build, staged, texts, work, progress)
+
+
+def _check_first_layers(
+    build: ResolvedBuild, staged: Bundle, texts: Sequence[Sequence[int]], work: SharedWork, progress: BuildProgress
+) -> None:
+    """Compare an fp32 export of enough layers with transformers. Raises like `check_engines`."""
+    from redraft.export.reference import count_numbers, enough_layers, reference_logits
+
+    checkpoint = build.checkpoint
+    layers = enough_layers(checkpoint)
+    needed, available = COPIES * 4 * count_numbers(checkpoint, layers), available_bytes()
+    if available is not None and needed > available:
+        raise BackendError(
+            f"checking {layers} layers in fp32 takes {needed / GIB:.1f} GiB of memory; {available / GIB:.1f} are free",
+            "free memory, or build with --skip-check",
         )
+    out = build.out.absolute()
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-check-", dir=out.parent) as folder:
+        config = BuildConfig(max_model_len=staged.manifest.max_model_len)
+        traced = work.trace(checkpoint, config, progress, layers)
+        exported, graphs = write_verifier(config, traced, Path(folder))
+        manifest = replace(
+            staged.manifest, precision="fp32", backend=config.backend, shape=exported.shape, hidden_states=(),
+            graphs=graphs, weights=exported.weights, drafters={},
+        )  # fmt: skip
+        logits = reference_logits(checkpoint, texts, layers)
+        compared = check_bundle(Bundle(Path(folder), manifest), texts, logits, "fp32")
+    progress.say(f"checked (the first {layers} layers in fp32): {compared}")
 
 
 @dataclass
@@ -116,22 +175,19 @@ def named_tokens(values: Any) -> Iterator[int]:
 
 def check_bundle(
     bundle: Bundle, texts: Sequence[Sequence[int]], expected: Sequence[FloatArray], precision: Precision
-) -> Compared:
+) -> str:
     """Run the texts through every graph of the verifier, one alone and two together, and compare their logits.
 
     expected: logits [T, V] of each text.   precision: sets the largest allowed difference.
-    Raises UnsupportedModelError naming the first token that differs.
+    Returns what was compared. Raises UnsupportedModelError naming the first token that differs.
     """
     tokens = accepted = 0
-    largest = 0.0
     for graph, batch in {bundle.host_graph(batch == 1): batch for batch in (1, 2)}.items():
-        samplers = _run(bundle, graph, texts[:batch])
-        for number, sampler in enumerate(samplers):
-            difference = _compare(graph, sampler, expected[number], precision)
-            largest = max(largest, difference)
+        for sampler, logits in zip(_run(bundle, graph, texts[:batch]), expected[:batch], strict=True):
+            _compare(graph, sampler, logits, precision)
             tokens += len(sampler.rows)
             accepted += sampler.accepted
-    return Compared(tokens, accepted, largest)
+    return f"logits of {tokens} tokens, {accepted} of them in draft trees, equal transformers'"
 
 
 def check_graphs_agree(bundle: Bundle, texts: Sequence[Sequence[int]]) -> None:
@@ -141,21 +197,16 @@ def check_graphs_agree(bundle: Bundle, texts: Sequence[Sequence[int]]) -> None:
     differs by more than a rounded product does.
     """
     return_memory()
-    alone = {number: _run(bundle, bundle.host_graph(True), [text])[0] for number, text in enumerate(texts[:1])}
+    (alone,) = _run(bundle, bundle.host_graph(True), texts[:1])
     return_memory()
-    together = _run(bundle, bundle.host_graph(False), texts[:2])
-    for number, one in alone.items():
-        other = together[number]
-        apart = [
-            float(np.sqrt(np.mean(np.square(row - other.rows[position])))) / _spread(other.rows[position])
-            for position, row in one.rows.items()
-            if position in other.rows
-        ]
-        if not float(np.median(apart)) <= DISAGREEING:
-            raise UnsupportedModelError(
-                f"logits of a sequence alone and next to another differ by {np.median(apart):.2g} standard deviations",
-                "report this model",
-            )
+    together, _ = _run(bundle, bundle.host_graph(False), texts[:2])
+    rows = [(row, together.rows[position]) for position, row in alone.rows.items() if position in together.rows]
+    apart = np.median([np.sqrt(np.mean(np.square(row - other))) / _spread(other) for row, other in rows])
+    if not float(apart) <= DISAGREEING:
+        raise UnsupportedModelError(
+            f"logits of a sequence alone and next to another differ by {apart:.2g} standard deviations",
+            "report this model",
+        )
 
 
 def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[KnownText]:
@@ -175,21 +226,18 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
     return samplers
 
 
-def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> float:
-    """Return the largest logit difference, in standard deviations. Raises UnsupportedModelError if it is too large."""
+def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> None:
+    """Raise UnsupportedModelError if the difference of logits, in standard deviations, is too large."""
     rows = sorted(sampler.rows.items())
-    spreads = [_spread(expected[position]) for position, _ in rows]
-    apart = [row - expected[position] for position, row in rows]
-    largest = [float(np.abs(a).max()) / s for a, s in zip(apart, spreads, strict=True)]
+    apart = {position: (row - expected[position]) / _spread(expected[position]) for position, row in rows}
     if precision == "fp32":
-        wrong = next((i for i, value in enumerate(largest) if not value <= EXACT), None)
-        if wrong is not None:
-            raise _different(graph, f"after token {rows[wrong][0] + 1}", largest[wrong], EXACT)
+        for position, difference in apart.items():
+            if not (largest := float(np.abs(difference).max())) <= EXACT:
+                raise _different(graph, f"after token {position + 1}", largest, EXACT)
     else:
-        typical = float(np.median([np.sqrt(np.mean(a * a)) / s for a, s in zip(apart, spreads, strict=True)]))
+        typical = float(np.median([np.sqrt(np.mean(np.square(difference))) for difference in apart.values()]))
         if not typical <= ROUNDED[precision]:
             raise _different(graph, f"in {precision}, typically", typical, ROUNDED[precision])
-    return max(largest)
 
 
 def _spread(logits: FloatArray) -> float:

@@ -39,7 +39,7 @@ from redraft.bench.gpu_tokens import WrongTokens, check_reference, compared, dev
 from redraft.bench.prompts import load_prompts
 from redraft.config import Backend
 from redraft.engines import open_bundle
-from redraft.engines.tensorrt.driver import cuda_version, find_gpu
+from redraft.engines.gpu import cuda_version, find_gpu
 from redraft.errors import BackendError, UsageError
 from redraft.packages import gpu_requirement, package_version
 from redraft.runtime import Budget, Runtime, SamplingParams

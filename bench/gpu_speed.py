@@ -112,7 +112,7 @@ def host_us(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budg
 
 def _recorded(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> Recording:
     recording = Recording()
-    with runtime.verifier.ranges.watched(recording):
+    with runtime.verifier.ranges.listening(recording):
         runtime.generate([prompt.text], params, SpeculationParams(budget=size))
     return recording
 

@@ -133,6 +133,6 @@ def estimates(traces: Sequence[Sequence[str]]) -> dict[str, Any] | None:
         return None
     return {
         "predicted": 1 + sum(sum(one.expected.values()) for one in played) / steps,
-        "measured": 1 + sum(one.kept.total() for one in played) / steps,
+        "measured": 1 + sum(one.observed.total() for one in played) / steps,
         "steps": steps,
     }

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from redraft.assembly.options import DRAFTER_FORM, PRECISION_FORM, choose_drafters, parse_precisions
-from redraft.cli.build_options import Amount, Attention, Backend, Weights, choose, choose_tensorrt
+from redraft.assembly.options import DEFAULT_TOKENS, DRAFTER_FORM, FULL_TOKENS, PRECISION_FORM, BuildRequest
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
 from redraft.cli.quality import quality_lines, quality_object
-from redraft.config import HALVES, NATIVE, NATIVE_RELEASES, WEIGHT_ONLY, BuildConfig
+from redraft.config import NATIVE, NATIVE_RELEASES, RANDOM, WEIGHT_ONLY, Backend
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
+    from redraft.assembly.bundle import Built
     from redraft.engines.drafters import BuiltDrafter
     from redraft.engines.manifest import Manifest
-
-ENGINES = Path("build/engines")
 
 
 def build(
@@ -44,7 +38,9 @@ def build(
         ),
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="The backend that runs the engines.")] = None,
-    weights: Annotated[Weights, typer.Option(help="`random`: shapes only, to measure latency.")] = Weights.checkpoint,
+    weights: Annotated[
+        Literal["checkpoint", "random"], typer.Option(help="`random`: shapes only, to measure latency.")
+    ] = "checkpoint",
     max_model_len: Annotated[
         int | None, typer.Option(help="Maximum sequence length in tokens; the model's own limit by default.")
     ] = None,
@@ -65,10 +61,12 @@ def build(
         ),
     ] = None,
     quality: Annotated[
-        Amount, typer.Option(help="Tokens of held-out text to report quality on: 1000 in all, or 6000 with `full`.")
-    ] = Amount.short,
+        Literal["short", "full"],
+        typer.Option(help="Tokens of held-out text to report quality on: 1000 in all, or 6000 with `full`."),
+    ] = "short",
     attention: Annotated[
-        Attention | None, typer.Option(help=f"TensorRT: our plugin, or TensorRT's own layers ({NATIVE_RELEASES}).")
+        Literal["plugin", "native"] | None,
+        typer.Option(help=f"TensorRT: our plugin, or TensorRT's own layers ({NATIVE_RELEASES})."),
     ] = None,
     embed_plugin: Annotated[
         bool, typer.Option("--embed-plugin", help="TensorRT: make the plugin part of the engines.")
@@ -92,74 +90,55 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build engines from a checkpoint. Does nothing if the same build is there already."""
-    with progress(quiet=as_json) as report, ExitStack() as stack:
-        from redraft.assembly.bundle import build_bundle, shared_work
-        from redraft.assembly.drafters import native_drafter
-        from redraft.assembly.models import Place, find_model, find_recipe
-        from redraft.assembly.preflight import check_libraries
-        from redraft.assembly.quality import DEFAULT_TOKENS, FULL_TOKENS
-        from redraft.engines.backends import check_buildable
+    tensorrt = {
+        "attention": attention, "embed_plugin": embed_plugin or None, "batch": batch, "tree_nodes": tree_nodes,
+        "ignore_memory": ignore_memory or None, "compute_capability": compute_capability,
+    }  # fmt: skip
+    with progress(quiet=as_json) as report:
+        request = BuildRequest(
+            model=model,
+            out=out,
+            model_path=model_path,
+            precision=precision,
+            backend=backend,
+            random_weights=weights == RANDOM,
+            max_model_len=max_model_len,
+            drafters=tuple(drafter or ()),
+            tensorrt={name: value for name, value in tensorrt.items() if value is not None},
+            texts=parse_texts(eval_text),
+            tokens=FULL_TOKENS if quality == "full" else DEFAULT_TOKENS,
+            check=not skip_check,
+            force=force,
+        )
+        from redraft.assembly.bundle import build_bundles
 
-        check_libraries()
-        scratch = stack.enter_context(TemporaryDirectory(prefix="redraft-"))
-        recipe = find_recipe(model)
-        asked = parse_precisions(precision) if precision else [None]
-        configs = []
-        for one in asked:
-            config = choose(recipe.build if recipe else BuildConfig(), one, backend, weights, max_model_len)
-            engines = choose_tensorrt(
-                config, attention, embed_plugin, batch, tree_nodes, ignore_memory, compute_capability
-            )
-            config = replace(config, tensorrt=engines)
-            check_buildable(config)
-            configs.append(replace(config, drafters=choose_drafters(config, drafter or (), report)))
-        texts = [held_out(eval_text, config) for config in configs]
-        found = find_model(model, recipe, Place(model_path, config.random_weights, Path(scratch)), report)
-        tokens = FULL_TOKENS if quality is Amount.full else DEFAULT_TOKENS
-        shared = stack.enter_context(shared_work(configs))
-        summaries = []
-        for config, text in zip(configs, texts, strict=True):
-            start = time.monotonic()
-            to = _place_of(out or ENGINES / found.name, config, len(configs))
-            manifest, cached = build_bundle(
-                found, config, to, text, force, report, check=not skip_check, tokens=tokens, shared=shared
-            )
-            native = native_drafter(found.path) if not (cached or manifest.drafters or config.random_weights) else ""
-            summaries.append(summarise(manifest, to, cached, time.monotonic() - start, native))
+        summaries = [summarise(built) for built in build_bundles(request, report)]
     if as_json:
         print_json(summaries[0] if len(summaries) == 1 else {"bundles": summaries})
     else:
         typer.echo("\n".join(map(describe, summaries)))
 
 
-def _place_of(out: Path, config: BuildConfig, builds: int) -> Path:
-    """Return the folder of one of several builds."""
-    return out if builds == 1 else out.with_name(f"{out.name}-{config.precision}")
-
-
-def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
-    """Return text by kind from KIND=FILE options. Without any, return the repository's own text.
-
-    Without options, builds in fp16, bf16 or for TensorRT get no text: their models may be too large for the fp32
-    engines to compare with. Raises UsageError and DataError.
-    """
-    from redraft.assembly.evaluation import held_out_texts
+def parse_texts(options: list[str] | None) -> dict[str, str] | None:
+    """Return text by kind from KIND=FILE options, None without any. Raises UsageError and DataError."""
     from redraft.bench.prompts import read_text
 
-    if options == ["none"] or (not options and (config.precision in HALVES or config.for_tensorrt)):
-        return {}
     if not options:
-        return {kind: read_text(path) for kind, path in held_out_texts().items()}
-    pairs = [option.partition("=") for option in options]
-    if bad := next((option for option, pair in zip(options, pairs, strict=True) if not (pair[0] and pair[2])), None):
-        raise UsageError(f"--eval-text {bad!r}: expected KIND=FILE, or `none` alone")
-    kinds = [kind for kind, _, _ in pairs]
-    if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
-        raise UsageError(f"--eval-text: the kind {twice!r} is given twice", "join its files, or name two kinds")
-    return {kind: read_text(Path(file)) for kind, _, file in pairs}
+        return None
+    if options == ["none"]:
+        return {}
+    found: dict[str, str] = {}
+    for option in options:
+        kind, _, file = option.partition("=")
+        if not (kind and file):
+            raise UsageError(f"--eval-text {option!r}: expected KIND=FILE, or `none` alone")
+        if kind in found:
+            raise UsageError(f"--eval-text: the kind {kind!r} is given twice", "join its files, or name two kinds")
+        found[kind] = read_text(Path(file))
+    return found
 
 
-def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, native: str = "") -> dict[str, Any]:
+def summarise(built: Built) -> dict[str, Any]:
     """Return the build's result as a JSON object.
 
     `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`; `native` is a line about a drafter
@@ -168,11 +147,12 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, nativ
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import engine_bytes, own_bytes, total_bytes, weight_shares
 
+    out, manifest = built.out, built.manifest
     engines, merged = engine_bytes(manifest)
     return {
         "bundle": str(out),
-        "cached": cached,
-        "seconds": round(seconds, 3),
+        "cached": built.cached,
+        "seconds": round(built.seconds, 3),
         "name": manifest.name,
         "architecture": manifest.model.architecture,
         "precision": manifest.precision,
@@ -181,7 +161,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float, nativ
         "caveats": list(manifest.model.caveats),
         "max_model_len": manifest.max_model_len,
         "drafters": {drafter.id: describe_drafter(drafter, out, manifest) for drafter in read_drafters(manifest)},
-        "native": native or None,
+        "native": built.native or None,
         "bytes": total_bytes(manifest),
         "own_bytes": own_bytes(out, manifest),
         "engine_bytes": engines,

@@ -145,12 +145,9 @@ def _most_sequences(engines: Path) -> int:
     """Return how many sequences at once the bundle's engines take."""
     import sys
 
-    from redraft import names
     from redraft.engines.manifest import load_manifest
-    from redraft.engines.tensorrt.profiles import largest_call
 
-    built = load_manifest(engines).tensorrt
-    largest = largest_call(built.engines[names.VERIFIER].profiles) if built else None
+    largest = load_manifest(engines).largest_call
     return largest[0] if largest else sys.maxsize
 
 

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -115,21 +114,14 @@ def _build(model: str, precision: Precision, quiet: bool) -> Path:
 
     It is the demo's own, so that it replaces no bundle of `redraft build`.
     """
-    from redraft.assembly.bundle import build_bundle
-    from redraft.assembly.models import Place, find_model, find_recipe
-    from redraft.assembly.options import choose_drafters
-    from redraft.assembly.preflight import check_libraries
-    from redraft.cli.build import ENGINES
+    from redraft.assembly.bundle import build_bundles
+    from redraft.assembly.options import BuildRequest
+    from redraft.assembly.resolve import ENGINES
 
-    check_libraries()
     out = ENGINES / f"demo-{model}"
-    with progress(quiet) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
+    with progress(quiet) as report:
         report(f"building {out}")
-        recipe = find_recipe(model)
-        assert recipe is not None, "the package has it"
-        found = find_model(model, recipe, Place(None, False, Path(scratch)), report)
-        config = replace(recipe.build, precision=precision, drafters=choose_drafters(recipe.build, ()))
-        build_bundle(found, config, out, {}, False, report)
+        build_bundles(BuildRequest(model, out, precision=precision, texts={}), report)
     return out
 
 

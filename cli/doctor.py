@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from redraft.bench.environment import cpu_flags, execution_providers, processor_name
 from redraft.cli.console import print_json
@@ -90,11 +91,11 @@ def _python() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     """Compare pinned requirements with installed packages. Packages of extras may be absent."""
-    for requirement in sorted(metadata.requires("redraft") or ()):
-        pin, _, marker = requirement.partition(";")
-        name, expected = _split(pin)
-        extra = marker.partition("extra ==")[2].strip(" \"'")
-        if name.startswith("redraft"):
+    for text in sorted(metadata.requires("redraft") or ()):
+        requirement = Requirement(text)
+        name, expected = requirement.name, str(requirement.specifier).removeprefix("==")
+        extra = text.partition("extra ==")[2].strip(" \"'")
+        if name == "redraft":
             continue
         install = f"run `pip install 'redraft[{extra}]'`" if extra else "run `make install`"
         found = _package_version(name)
@@ -103,11 +104,10 @@ def _packages() -> Iterator[Finding]:
             name, install = instead, f"run `pip install '{gpu_requirement(name, expected)}'`"
         if found is None:
             yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
-            continue
-        matches = _within(found, expected)
-        yield Finding(
-            name, "ok" if matches else "warning", found, None if matches else f"expected {expected}; {install}"
-        )
+        elif requirement.specifier.contains(found, prereleases=True):
+            yield Finding(name, "ok", found)
+        else:
+            yield Finding(name, "warning", found, f"expected {expected}; {install}")
 
 
 def _both_builds() -> Iterator[Finding]:
@@ -121,31 +121,6 @@ def _both_builds() -> Iterator[Finding]:
                 f"for a GPU, else `pip install {name}=={versions[0]}`"
             )
             yield Finding(f"{name} builds", "warning", found, hint)
-
-
-def _split(requirement: str) -> tuple[str, str]:
-    """Return the name, and the version or range of versions that is required."""
-    name = re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
-    return name, requirement.strip()[len(name) :].strip().removeprefix("==")
-
-
-def _within(version: str, expected: str) -> bool:
-    """Return True if a version is the expected one, or in a range like <14,>=12.9."""
-    found = _numbers(version)
-    for part in expected.split(","):
-        if part.startswith(">="):
-            fits = found >= _numbers(part[2:])
-        elif part.startswith("<"):
-            fits = found < _numbers(part[1:])
-        else:
-            fits = version.partition("+")[0] == part
-        if not fits:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def _providers() -> Finding:
@@ -203,10 +178,9 @@ def _engine_cache() -> Finding:
 
 def _accelerators() -> Iterator[Finding]:
     """Yield the GPU, TensorRT and its plugin; the CPU path needs none. TensorRT is not loaded without a driver."""
-    from redraft.engines.tensorrt.driver import cuda_version, find_gpu
+    from redraft.engines.gpu import cuda_version, find_gpu
     from redraft.engines.tensorrt.plugin import FOLDER, library_name
-    from redraft.engines.tensorrt.products import PACKAGE
-    from redraft.engines.tensorrt.target import find_target
+    from redraft.engines.tensorrt.target import PACKAGE, find_target
 
     backends: list[str] = []
     try:
@@ -254,7 +228,7 @@ def _onnxruntime_on_cuda() -> Finding:
 def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:
     """Check that the driver's CUDA runs the installed cuda-python."""
     found = f"CUDA {cuda[0]}.{cuda[1]}"
-    if bindings is None or _numbers(bindings)[0] <= cuda[0]:
+    if bindings is None or Version(bindings).major <= cuda[0]:
         return Finding("driver", "ok", found)
     hint = f"run `pip install 'cuda-python<{cuda[0] + 1}'`, or install a newer driver"
     return Finding("driver", "warning", f"{found}, which does not run cuda-python {bindings}", hint)

@@ -9,45 +9,9 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from redraft.cli import options as common
+from redraft.cli import sampling_options as sampled
 from redraft.cli.console import print_caveats, print_json
-from redraft.cli.options import (
-    BudgetText,
-    ControllerText,
-    Device,
-    DrafterOptions,
-    Engines,
-    Inexact,
-    Json,
-    NewTokens,
-    System,
-    Threads,
-    Verify,
-    parse_budget,
-    parse_drafter_options,
-)
-from redraft.cli.sampling_options import (
-    AcceptanceRule,
-    Banned,
-    Frequency,
-    JsonObject,
-    JsonSchema,
-    LarkGrammar,
-    LogitBias,
-    Logprobs,
-    MinNewTokens,
-    MinP,
-    Presence,
-    Regex,
-    Repetition,
-    Sampling,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    check_sampling,
-    parse_biases,
-    sampling_params,
-)
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,58 +21,58 @@ STANDARD_INPUT = "-"
 
 
 def generate(
-    engines: Engines,
+    engines: common.Engines,
     prompt: Annotated[
         str | None, typer.Option(help="The prompt; `-` reads the standard input; empty is a bare BOS.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the bundle's chat template.")] = False,
-    system: System = None,
+    system: common.System = None,
     method: Annotated[
         str | None, typer.Option(help="Drafting method; `none` decodes plainly; the bundle's best by default.")
     ] = None,
-    max_new_tokens: NewTokens = 128,
-    min_new_tokens: MinNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    sampling: Sampling = None,
-    repetition_penalty: Repetition = None,
-    presence_penalty: Presence = None,
-    frequency_penalty: Frequency = None,
-    logit_bias: LogitBias = None,
-    ban: Banned = None,
-    logprobs: Logprobs = None,
-    acceptance: AcceptanceRule = None,
-    json_schema: JsonSchema = None,
-    json_object: JsonObject = False,
-    regex: Regex = None,
-    grammar: LarkGrammar = None,
+    max_new_tokens: common.NewTokens = 128,
+    min_new_tokens: sampled.MinNewTokens = None,
+    temperature: sampled.Temperature = None,
+    top_k: sampled.TopK = None,
+    top_p: sampled.TopP = None,
+    min_p: sampled.MinP = None,
+    seed: sampled.Seed = None,
+    sampling: sampled.Sampling = None,
+    repetition_penalty: sampled.Repetition = None,
+    presence_penalty: sampled.Presence = None,
+    frequency_penalty: sampled.Frequency = None,
+    logit_bias: sampled.LogitBias = None,
+    ban: sampled.Banned = None,
+    logprobs: sampled.Logprobs = None,
+    acceptance: sampled.AcceptanceRule = None,
+    json_schema: sampled.JsonSchema = None,
+    json_object: sampled.JsonObject = False,
+    regex: sampled.Regex = None,
+    grammar: sampled.LarkGrammar = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False,
-    budget: BudgetText = None,
-    controller: ControllerText = None,
+    budget: common.BudgetText = None,
+    controller: common.ControllerText = None,
     prediction: Annotated[
         Path | None, typer.Option(help="A UTF-8 file with text that the answer will repeat in part; `-` reads it.")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the trees and results of every step, one JSON line a step.")
     ] = None,
-    threads: Threads = None,
-    device: Device = None,
-    inexact: Inexact = False,
-    drafter_option: DrafterOptions = None,
-    verify: Verify = None,
-    as_json: Json = False,
+    threads: common.Threads = None,
+    device: common.Device = None,
+    inexact: common.Inexact = False,
+    drafter_option: common.DrafterOptions = None,
+    verify: common.Verify = None,
+    as_json: common.Json = False,
 ) -> None:
     """Continue a prompt with the engines of a bundle."""
     from redraft.runtime.conversation import check_system
 
     check_system(system, chat)
-    text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
-    options = parse_drafter_options(drafter_option)
+    text, size = read_prompt(prompt, prompt_file), common.parse_budget(budget, method)
+    options = common.parse_drafter_options(drafter_option)
     if prompt == STANDARD_INPUT and prediction == Path(STANDARD_INPUT):
         raise UsageError("--prompt and --prediction both read the standard input", "give one of them as a file")
     predicted = read_prompt(STANDARD_INPUT, None) if prediction == Path(STANDARD_INPUT) else None
@@ -126,18 +90,18 @@ def generate(
         max_tokens=max_new_tokens, min_tokens=min_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        logit_bias=parse_biases(logit_bias), banned_tokens=ban, logprobs=logprobs,
+        logit_bias=sampled.parse_biases(logit_bias), banned_tokens=ban, logprobs=logprobs,
         acceptance=acceptance, json_schema=json_schema and read_file(json_schema), json_object=json_object, regex=regex,
         grammar=grammar and read_file(grammar),
     )  # fmt: skip
-    check_sampling(sampling, **given)  # before the engines are opened
+    sampled.check_sampling(sampling, **given)  # before the engines are opened
     with ExitStack() as stack:
         runtime = stack.enter_context(
             open_runtime(
                 engines, threads=threads, verify=verify, device=device, exact=not inexact, drafter_options=options
             )
         )
-        params = sampling_params(runtime, sampling, **given)
+        params = sampled.sampling_params(runtime, sampling, **given)
         ids = encode(runtime, text, chat, system)
         runtime.stream(ids, params, how)  # refuses invalid options before an earlier trace is overwritten
         file = stack.enter_context(writable(trace)) if trace else None

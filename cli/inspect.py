@@ -48,7 +48,7 @@ def inspect(
 
 def _written(bundle: Bundle, folder: Path) -> Iterator[str]:
     """Write inputs for `trtexec --loadInputs`. Raises UsageError without TensorRT engines."""
-    from redraft.engines.tensorrt.inputs import write_inputs
+    from redraft.engines.tensorrt.commands import write_inputs
 
     if bundle.manifest.tensorrt is None:
         raise UsageError(f"{bundle.path} has no TensorRT engines to write inputs for", "leave --write-inputs out")

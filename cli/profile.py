@@ -200,7 +200,7 @@ def decode(asked: Asked, stack: ExitStack, watcher: RangeListener, around: str |
     ranges, device = runtime.verifier.ranges, runtime.verifier.device
     for _ in range(WARM_UPS_ON_DEVICE if device.step_graphs else 1):
         runtime.generate([ids], params, how)
-    with ranges.watched(watcher), ranges.stage(around) if around else ExitStack():
+    with ranges.listening(watcher), ranges.stage(around) if around else ExitStack():
         found = runtime.generate([ids], params, how)[0]
     return Decoded(found, asked.method or runtime.default_method, device.name, runtime.caveats)
 

@@ -45,13 +45,13 @@ def summarise(played: Replay) -> dict[str, Any]:
             "nodes": played.nodes[source],
             "accepted": played.accepted[source],
             "conditional_acceptance": played.conditional_acceptance(source),
-            "calibration": _calibration(played.expected[source], played.kept[source]),
+            "calibration": _calibration(played.expected[source], played.observed[source]),
         }
         for source in sorted(played.steps.keys() | played.nodes.keys())
     }
     return {
         "sources": sources,
-        "tokens_per_step": _calibration(played.expected_tokens, played.brought_tokens),
+        "tokens_per_step": _calibration(played.expected_tokens, played.observed_tokens),
         "requests": {str(number): len(ids) for number, ids in played.requests.items()},
     }
 

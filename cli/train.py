@@ -351,11 +351,11 @@ def _dtype(products: Products, device: Device) -> torch.dtype:
 
 def _verifier_path(name: str) -> Path:
     """Return the checkpoint that --verifier names. Downloads a Hugging Face id, and a recipe's package once."""
-    from redraft.assembly.models import Place, find_model, find_recipe
+    from redraft.assembly.models import find_checkpoint
 
     if (folder := Path(name)).is_dir():
         return folder  # also one without a model, which training refuses with more detail
-    return find_model(name, find_recipe(name), Place(None, False, folder), lambda line: typer.echo(line, err=True)).path
+    return find_checkpoint(name, lambda line: typer.echo(line, err=True))
 
 
 def _open_verifier(name: str, device: Device, dtype: Products) -> Any:

@@ -9,7 +9,17 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
 
-__all__ = ["DEVICES", "Bundle", "BundleWriter", "open_bundle", "open_calls", "open_device", "open_host"]
+__all__ = [
+    "DEVICES",
+    "Bundle",
+    "BundleWriter",
+    "check_max_num_seqs",
+    "check_tree",
+    "open_bundle",
+    "open_calls",
+    "open_device",
+    "open_host",
+]
 
 DEVICES = ("cpu", "cuda")
 
@@ -43,3 +53,21 @@ def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device
     from redraft.engines import onnxruntime_device
 
     return onnxruntime_device.open_onnxruntime_cuda(bundle, threads)
+
+
+def check_tree(largest: int, nodes: int) -> None:
+    """Raise UsageError if a tree of `nodes`, root included, is larger than the `largest` of the engines."""
+    if nodes > largest:
+        raise UsageError(
+            f"a tree of {nodes} nodes, its root included, is larger than the {largest} that the engine's profile takes",
+            f"lower --budget nodes to {largest - 1}, or build again with --tree-nodes {nodes}",
+        )
+
+
+def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
+    """Raise UsageError for more sequences at once than the engines take."""
+    if max_num_seqs > largest:
+        raise UsageError(
+            f"{max_num_seqs} sequences at once are more than the {largest} that the engine's profiles take",
+            f"lower the slots to {largest}, or build again with --batch {max_num_seqs}",
+        )

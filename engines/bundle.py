@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,14 @@ from redraft.engines.drafters import (
     read_drafter,
     single_sequence,
 )
-from redraft.engines.huge_pages import huge_pages
+from redraft.engines.host_memory import huge_pages
 from redraft.engines.manifest import GraphRecord, Manifest, load_manifest, rebuild_command, verifier_digest
 from redraft.engines.writer import BundleWriter
 from redraft.errors import BundleError, UsageError
 from redraft.names import TensorSpec, WeightRef
 
+_ENTRY = re.compile(rb"\x0a.(location|offset|length)\x12(.)([\w./-]+)", re.DOTALL)
+"""Protobuf's form of an entry of a tensor's `external_data`: field 1, the key; field 2, its size, a name or digits."""
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I64": np.int64}
 
 VERIFIERS = (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
@@ -80,6 +83,17 @@ class Bundle:
         with huge_pages():
             values = np.fromfile(self.path / ref.file, _DTYPES[ref.dtype], math.prod(ref.shape), offset=ref.offset)
         return values.reshape(ref.shape)
+
+    def graph_bytes(self, graph: str) -> int:
+        """Return the bytes of a graph's file and its external weights. Tensors over the same bytes count once."""
+        data = (self.path / self.graph(graph).file).read_bytes()
+        tensors: list[dict[bytes, bytes]] = []
+        for key, size, value in _ENTRY.findall(data):
+            if key == b"location":
+                tensors.append({})
+            tensors[-1][key] = value[: ord(size)]
+        places = {tuple(sorted(entry.items())) for entry in tensors}
+        return len(data) + sum(int(dict(place)[b"length"]) for place in places)
 
     def error(self, message: str) -> BundleError:
         """An error about this bundle, with the command that rebuilds it."""

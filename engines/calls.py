@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redraft.engines.device import Array, Program, Run, numpy_type, sized
-from redraft.engines.host_buffer import HostBuffer, aligned_zeros
+from redraft.engines.host_device import HostBuffer, aligned_zeros
 from redraft.names import Dtype, TensorSpec
 
 _ALIGNMENT_BYTES = 64

@@ -1,5 +1,6 @@
-"""Record of the last full check of a bundle: bytes that were hashed once are not hashed again while nothing changed.
+"""Checks that a bundle has not changed, without hashing all of its files again.
 
+`is_current` skips a build if its bundle is there already. `CheckRecord` is the record of a bundle's last full check.
 `docs/bundles.md` says what a record does not protect from.
 """
 
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from redraft.engines.manifest import MANIFEST, Manifest
-from redraft.errors import UsageError
+from redraft.engines.digests import DigestCache
+from redraft.engines.manifest import MANIFEST, Manifest, load_manifest
+from redraft.errors import BundleError, UsageError
 from redraft.records import from_plain, to_plain
 from redraft.user_cache import read_object, user_cache, write_object
 
@@ -67,8 +69,8 @@ class CheckRecord:
 
     def is_kept(self) -> bool:
         """Return True if the last full check found these files, and none has changed since."""
-        kept = _read(self._path)
-        return kept is not None and kept._settled and (kept.bundle, kept.files) == (self.bundle, self.files)
+        last = _read(self._path)
+        return last is not None and last._settled and (last.bundle, last.files) == (self.bundle, self.files)
 
     def keep(self) -> None:
         """Keep the record of a full check, and drop those of bundles that are gone.
@@ -95,6 +97,21 @@ class CheckRecord:
     def _settled(self) -> bool:
         """True if a change after `taken_ns` gets another change time in every file."""
         return all(state.changed_ns + _CLOCK_NS < self.taken_ns for state in self.files.values())
+
+
+def is_current(out: Path, key: str) -> bool:
+    """Return True if `out` is a bundle built from `key` with nothing missing or changed.
+
+    A file is not read again if its size and modification time are those of its last digest.
+    """
+    try:
+        manifest = load_manifest(out)
+        if manifest.build_key != key:
+            return False
+        found = DigestCache().digests(out / name for name in manifest.files)
+    except (BundleError, OSError):
+        return False
+    return all(found[out / name] == record.sha256 for name, record in manifest.files.items())
 
 
 def _read(path: Path) -> CheckRecord | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Buffer, Device, Run, check_bindings
+from redraft.engines.device import Buffer, CapturedRun, Device, Program, Run
 from redraft.engines.manifest import GraphRecord
 from redraft.names import TensorSpec
 from redraft.plugins.library import DTYPES, HEAD_DIMS, CompactArgs
@@ -24,22 +25,16 @@ class Compact(Protocol):
         """Make the rows of accepted nodes contiguous in all caches."""
 
 
-class CompactProgram:
-    """`step.compact_kv` as a kernel; a `redraft.engines.device.Program`.
-
-    stream: CUDA stream of the launch.
-    """
+class CompactProgram(Program):
+    """`step.compact_kv` as a kernel. stream: CUDA stream of the launch. Lengths and paths are in device memory."""
 
     def __init__(self, record: GraphRecord, device: Device, kernels: Compact, stream: int = 0) -> None:
-        self.inputs = record.inputs
-        self.outputs = record.outputs
+        super().__init__(record)
         self._device = device
         self._kernels = kernels
         self._stream = stream
 
-    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """Return a run over these buffers. Raises ValueError if one does not fit."""
-        check_bindings((*self.inputs, *self.outputs), buffers)
+    def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
         caches = [buffers[spec.name] for spec in _caches(self.inputs)]
         path = buffers[names.PATH]
         sequences, nodes = path.shape
@@ -55,23 +50,7 @@ class CompactProgram:
             head_dim=head_dim, capacity=capacity, max_path=nodes, caches=addresses.address,
             cache_len=buffers[names.CACHE_LEN].address, paths=path.address + _ENTRY_BYTES, path_lengths=lengths.address,
         )  # fmt: skip
-        return CompactRun(self._kernels, args, self._stream, (addresses, lengths, dict(buffers)))
-
-
-class CompactRun:
-    """A launch over fixed buffers."""
-
-    capturable = True
-    """Lengths and paths are in device memory."""
-
-    def __init__(self, kernels: Compact, args: CompactArgs, stream: int, keep: object) -> None:
-        self._kernels = kernels
-        self._args = args
-        self._stream = stream
-        self._keep = keep
-
-    def __call__(self) -> None:
-        self._kernels.compact(self._args, self._stream)
+        return CapturedRun(partial(self._kernels.compact, args, self._stream), (addresses, lengths, dict(buffers)))
 
 
 def can_compact(record: GraphRecord) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from redraft.engines.device import Array
-from redraft.engines.tensorrt.driver import find_gpu
+from redraft.engines.gpu import find_gpu
 from redraft.errors import BackendError
 
 STAGING_BYTES = 1 << 22

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -21,10 +22,11 @@ from redraft.engines.cuda import Cuda, Event, Graph
 from redraft.engines.device import (
     Array,
     Buffer,
+    CapturedRun,
+    Device,
     Program,
     Run,
     byte_size,
-    check_bindings,
     check_part,
     check_values,
     copied_bytes,
@@ -41,11 +43,8 @@ _ALIGNMENT_BYTES = 256
 _MEBIBYTE = 1 << 20
 
 
-class CudaDevice(ABC):
-    """A `redraft.engines.device.Device` on CUDA. Subclasses load graphs.
-
-    kernels: redraft's kernels for the GPU, if they are built.
-    """
+class CudaDevice(Device):
+    """Buffers and work on CUDA. Subclasses load graphs. kernels: redraft's kernels for the GPU, if they are built."""
 
     name = "cuda"
     asynchronous = True
@@ -67,20 +66,16 @@ class CudaDevice(ABC):
         """Return the device memory of a graph's weights."""
 
     def empty(self, dtype: Dtype, *shape: int) -> CudaBuffer:
-        """Return a buffer of zeros. Raises BackendError if memory is full."""
         memory = self.cuda.allocate(byte_size(dtype, shape))
         return CudaBuffer(dtype, shape, memory.address, self.cuda, memory)
 
     def host_inputs(self, **shapes: tuple[int, ...]) -> PinnedInputs:
-        """Return host inputs of int64 fields of these shapes, zeros."""
         return PinnedInputs(self.cuda, shapes)
 
     def host_outputs(self, buffer: Buffer) -> PinnedOutputs:
-        """Return host outputs of all of `buffer`."""
         return PinnedOutputs(self.cuda, buffer)
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """Check that buffers and graphs fit together before they are loaded. Raises BackendError if they do not."""
         weights = sum(self._loaded_bytes(graph) for graph in graphs if graph not in self._programs)
         needs = {**({"engines": weights} if weights else {}), **parts}
         free, needed = self.cuda.free_bytes(), sum(needs.values())
@@ -91,10 +86,10 @@ class CudaDevice(ABC):
                 "lower max_model_len or max_num_seqs, or free memory",
             )
 
-    def copy(self, target: Buffer, source: Buffer) -> Copy:
-        """Return a run that copies `source` to `target`. Raises ValueError if their sizes differ."""
+    def copy(self, target: Buffer, source: Buffer) -> CapturedRun:
         size = copied_bytes(target, source)
-        return Copy(self.cuda, target.address, source.address, size, "cudaMemcpyDeviceToDevice", (target, source))
+        run = partial(self.cuda.copy, target.address, source.address, size, "cudaMemcpyDeviceToDevice")
+        return CapturedRun(run, (target, source))
 
     def program(self, graph: str, short: bool = False) -> Program:
         """Return a graph's program, the same one every time. Slots and rows move without an engine."""
@@ -109,18 +104,15 @@ class CudaDevice(ABC):
         return self._programs[graph]
 
     def chain(self, runs: Sequence[Run]) -> Chain:
-        """Return work that runs all of `runs`: a CUDA graph from the second run on, if all can be captured."""
         flat: list[Run] = []
         for run in runs:
             flat += run.runs if isinstance(run, Chain) else [run]
         return Chain(self.cuda, tuple(flat))
 
     def wait(self) -> None:
-        """Wait until all earlier work has finished. Raises BackendError if it failed."""
         self.cuda.synchronize()
 
     def close(self) -> None:
-        """Drop all programs after they finish."""
         self.cuda.synchronize()
         self._programs.clear()
 
@@ -153,24 +145,14 @@ class CudaBuffer:
         return replace(self, shape=shape, address=self.address + byte_size(self.dtype, (start,)))
 
 
-class Copy:
-    """A copy between fixed addresses, with CUDA's name of its `kind`. `keep` holds the memory."""
-
-    capturable = True
-
-    def __init__(self, cuda: Cuda, target: int, source: int, size: int, kind: str, keep: object) -> None:
-        self._cuda = cuda
-        self._arguments = target, source, size, kind
-        self._keep = keep
-
-    def __call__(self) -> None:
-        self._cuda.copy(*self._arguments)
-
-
-class Send(Copy):
+class Send(CapturedRun):
     """The copy of host inputs. `at`: number of waits for the device before its latest run."""
 
     at = -1
+
+    def __init__(self, cuda: Cuda, run: Run, keep: object) -> None:
+        super().__init__(run, keep)
+        self._cuda = cuda
 
     def __call__(self) -> None:
         super().__call__()
@@ -195,7 +177,8 @@ class PinnedInputs:
             values[...] = 0
             self._values[name] = values
             self.buffers[name] = CudaBuffer("int64", shape, memory.address + start, cuda, held, values)
-        self.send = Send(cuda, memory.address, pinned.address, size, "cudaMemcpyHostToDevice", held)
+        copy = partial(cuda.copy, memory.address, pinned.address, size, "cudaMemcpyHostToDevice")
+        self.send = Send(cuda, copy, held)
 
     def open(self) -> Mapping[str, Array]:
         """Return the arrays to fill. Waits for the device if their last copy may still run."""
@@ -211,20 +194,18 @@ class PinnedOutputs:
         size = byte_size(buffer.dtype, buffer.shape)
         pinned = cuda.pinned(size)
         self.values: Array = pinned.bytes.view(numpy_type(buffer.dtype)).reshape(buffer.shape)
-        self.fetch = Copy(cuda, pinned.address, buffer.address, size, "cudaMemcpyDeviceToHost", (pinned, buffer))
+        copy = partial(cuda.copy, pinned.address, buffer.address, size, "cudaMemcpyDeviceToHost")
+        self.fetch = CapturedRun(copy, (pinned, buffer))
 
 
-class MoveProgram:
-    """Copies slots by CUDA. The host computes the slots' addresses."""
+class MoveProgram(Program):
+    """Copies slots by CUDA. The host computes the slots' addresses, so slots must be fields of host inputs."""
 
     def __init__(self, record: GraphRecord, cuda: Cuda) -> None:
-        self.inputs = record.inputs
-        self.outputs = record.outputs
+        super().__init__(record)
         self._cuda = cuda
 
-    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """Return a run over these buffers. Slots must be fields of host inputs."""
-        check_bindings((*self.inputs, *self.outputs), buffers)
+    def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
         ends = [buffers[name].host for name in (names.SOURCE_SLOT, names.TARGET_SLOT)]
         state = [buffers[spec.in_place_of] for spec in self.outputs if spec.in_place_of]
 

@@ -7,12 +7,14 @@ without a copy. The backends are ONNX Runtime (CPU and CUDA) and TensorRT, with 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.engines.manifest import GraphRecord
 from redraft.names import Dim, Dtype, TensorSpec
 
 Array = NDArray[Any]
@@ -92,73 +94,92 @@ class Work(Protocol):
         """Return the device's time for the latest run, after a wait for the device; 0 before the first run."""
 
 
-class Program(Protocol):
-    """A graph of a bundle, loaded."""
+class Program(ABC):
+    """A graph of a bundle, loaded. Its inputs and outputs are in the manifest's order."""
 
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The graph's inputs, in the manifest's order."""
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """The graph's outputs."""
+    def __init__(self, record: GraphRecord) -> None:
+        self.inputs = record.inputs
+        self.outputs = record.outputs
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
         """Return a run over these buffers, one for every input and output. In-place outputs share their input's buffer.
 
         Raises ValueError on a missing or unknown name, or a type or shape that does not fit.
         """
+        check_bindings((*self.inputs, *self.outputs), buffers)
+        return self._bind(buffers)
+
+    @abstractmethod
+    def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        """Return a run over buffers that fit."""
 
 
-class Device(Protocol):
-    """Memory and loaded programs of one bundle."""
+class CapturedRun:
+    """A run that a CUDA graph may contain: the host reads nothing that changes. `keep` holds the run's memory."""
 
-    @property
-    def name(self) -> str:
-        """The user's name for the device: `cpu`, `cuda` …"""
+    capturable = True
 
-    @property
-    def asynchronous(self) -> bool:
-        """True if a call may return before its work ends."""
+    def __init__(self, run: Run, keep: object) -> None:
+        self._run = run
+        self._keep = keep
 
+    def __call__(self) -> None:
+        self._run()
+
+
+class Device(ABC):
+    """Memory and loaded programs of one bundle.
+
+    name:         the user's name for the device: `cpu`, `cuda` …
+    asynchronous: True if a call may return before its work ends.
+    step_graphs:  True if the graphs of a step run on this device. Otherwise the host computes over its arrays.
+    block_rows:   a tree that branches must not cross a multiple of this row; otherwise its bits differ from a chain's.
+    """
+
+    name: str
+    asynchronous: bool
+    step_graphs: bool
+    block_rows: int | None
+
+    @abstractmethod
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
-        """Return a buffer of zeros."""
+        """Return a buffer of zeros. Raises BackendError if memory is full."""
 
+    @abstractmethod
     def host_inputs(self, **shapes: tuple[int, ...]) -> HostInputs:
         """Return host inputs of int64 fields of these shapes, zeros."""
 
+    @abstractmethod
     def host_outputs(self, buffer: Buffer) -> HostOutputs:
         """Return host outputs of all of `buffer`."""
 
+    @abstractmethod
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
         """Check that buffers of these bytes, by purpose, and these graphs fit together before they are loaded.
 
         Raises BackendError if they do not fit together.
         """
 
+    @abstractmethod
     def copy(self, target: Buffer, source: Buffer) -> Run:
         """Return a run that copies `source` to `target` within the device. Raises ValueError if their sizes differ."""
 
-    @property
-    def step_graphs(self) -> bool:
-        """True if the graphs of a step run on this device. Otherwise the host computes over its arrays."""
-
-    @property
-    def block_rows(self) -> int | None:
-        """A tree that branches must not cross a multiple of this row; otherwise its bits differ from a chain's."""
-
+    @abstractmethod
     def program(self, graph: str, short: bool = False) -> Program:
         """Load a graph of the bundle. `short` graphs are too short for several threads.
 
         Raises BundleError, and BackendError if the graph does not fit or run on this device.
         """
 
+    @abstractmethod
     def chain(self, runs: Sequence[Run]) -> Work:
         """Return work that runs all of `runs` in order, as one CUDA graph if the backend can capture it."""
 
+    @abstractmethod
     def wait(self) -> None:
         """Wait until all earlier work has finished. Raises BackendError if it failed."""
 
+    @abstractmethod
     def close(self) -> None:
         """Drop all programs after they finish. Their memory is freed with the last reference."""
 

@@ -36,6 +36,17 @@ def text_digest(*parts: str) -> str:
     return digest.hexdigest()
 
 
+def build_key(checkpoint: Mapping[str, str], config: object, tools: Mapping[str, str], code: Mapping[str, str]) -> str:
+    """Digest of a build's inputs.
+
+    checkpoint: digest by file name of every checkpoint file that the build reads.
+    config:     the build's configuration, a dataclass whose repr names every field.
+    tools:      versions of the libraries that write the graphs.
+    code:       digest by file name of the code that writes them (`code_digests`).
+    """
+    return text_digest(repr(config), *(repr(sorted(group.items())) for group in (checkpoint, tools, code)))
+
+
 class DigestCache:
     """Digests of files by device, inode, size and modification time: hard links of one file share an entry.
 
@@ -63,10 +74,15 @@ class DigestCache:
             write_object(self._path, recent)
 
 
-def tree_digests(folder: Path, cache: DigestCache) -> Mapping[str, str]:
-    """Digest of every file below `folder`, by its relative path with forward slashes, sorted."""
-    digests = cache.digests(sorted(path for path in folder.rglob("*") if path.is_file()))
-    return {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
+def code_digests(*folders: Path) -> dict[str, str]:
+    """Digest of every Python file below the folders, by folder name and relative path."""
+    files = {
+        f"{folder.name}/{path.relative_to(folder).as_posix()}": path
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
+    digests = DigestCache().digests(files.values())
+    return {name: digests[path] for name, path in files.items()}
 
 
 def _identity(path: Path) -> str:

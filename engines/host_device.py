@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
 
 from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact, CompactProgram, can_compact
-from redraft.engines.device import Buffer, Program, Run, copied_bytes
-from redraft.engines.host_buffer import ArrayInputs, ArrayOutputs, HostBuffer, array_of
-from redraft.engines.host_memory import graph_bytes
-from redraft.engines.host_programs import host_program
+from redraft.engines.device import (
+    Array,
+    Buffer,
+    Device,
+    Program,
+    Run,
+    check_part,
+    check_values,
+    copied_bytes,
+    numpy_type,
+)
+from redraft.engines.manifest import GraphRecord
 from redraft.names import Dtype
 
 MOST_COPIED_BYTES = 64 << 20
@@ -22,9 +35,90 @@ they cannot share them. With more, the engine for trees does both: it is up to 5
 BLOCK_ROWS = 128
 """Rows that the CPU's products sum at a time, or a multiple of that (`redraft.engines.lowering.order`)."""
 
+Arrays = Mapping[str, Array]
 
-class HostDevice:
-    """A `redraft.engines.device.Device` that runs graphs lowered to CPU kernels.
+
+@dataclass(frozen=True, eq=False)
+class HostBuffer:
+    """A `redraft.engines.device.Buffer` of the host. `host` is the whole array."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    host: Array
+
+    @classmethod
+    def zeros(cls, dtype: Dtype, *shape: int) -> Self:
+        """Allocate a buffer of zeros."""
+        return cls(dtype, shape, np.zeros(shape, numpy_type(dtype)))
+
+    @classmethod
+    def of(cls, dtype: Dtype, array: Array) -> Self:
+        """Return a buffer over the memory of a C-contiguous array."""
+        return cls(dtype, array.shape, array)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return int(self.host.ctypes.data)
+
+    def write(self, values: Array) -> None:
+        """Copy from another array, which may be reused at once."""
+        check_values(self, values)
+        self.host[...] = values
+
+    def read(self) -> Array:
+        """Return a copy of the buffer."""
+        return self.host.copy()
+
+    def part(self, *shape: int, start: int = 0) -> Self:
+        """Return the elements from `start` on under another shape, without a copy."""
+        check_part(self, shape, start)
+        elements = self.host.reshape(-1)[start : start + math.prod(shape)]
+        return type(self)(self.dtype, shape, elements.reshape(shape))
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int) -> Array:
+    """Return an array of zeros whose address is a multiple of `alignment` bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def array_of(buffer: Buffer) -> Array:
+    """Return the elements of a buffer of the host."""
+    assert buffer.host is not None
+    return buffer.host
+
+
+class ArrayInputs:
+    """`redraft.engines.device.HostInputs` of the host, which needs no copy: `send` does nothing."""
+
+    def __init__(self, buffers: Mapping[str, HostBuffer]) -> None:
+        self.buffers = buffers
+        self._values = {name: buffer.host for name, buffer in buffers.items()}
+
+    def open(self) -> Arrays:
+        """Return the arrays to fill."""
+        return self._values
+
+    def send(self) -> None: ...
+
+
+class ArrayOutputs:
+    """`redraft.engines.device.HostOutputs` of the host."""
+
+    def __init__(self, source: Array) -> None:
+        self._source = source
+        self.values = np.empty_like(source)
+
+    def fetch(self) -> None:
+        """Copy the buffer to `values`."""
+        self.values[...] = self._source
+
+
+class HostDevice(Device):
+    """Runs graphs lowered to CPU kernels.
 
     max_num_seqs, exact: these choose the verifier's graph (`Bundle.host_graph`).   verifier_graph: another one.
     step_graphs:  run the step's graphs like a GPU; otherwise NumPy functions replace them.
@@ -53,25 +147,21 @@ class HostDevice:
         """True if an engine for chains and one for trees may be open together."""
         if names.VERIFIER_BATCH not in self.bundle.manifest.graphs:
             return True
-        return graph_bytes(self.bundle, names.VERIFIER_BATCH) <= MOST_COPIED_BYTES
+        return self.bundle.graph_bytes(names.VERIFIER_BATCH) <= MOST_COPIED_BYTES
 
     def empty(self, dtype: Dtype, *shape: int) -> HostBuffer:
-        """Return a buffer of zeros."""
         return HostBuffer.zeros(dtype, *shape)
 
     def host_inputs(self, **shapes: tuple[int, ...]) -> ArrayInputs:
-        """Return host inputs of int64 fields of these shapes."""
         return ArrayInputs({name: self.empty("int64", *shape) for name, shape in shapes.items()})
 
     def host_outputs(self, buffer: Buffer) -> ArrayOutputs:
-        """Return host outputs of all of `buffer`."""
         return ArrayOutputs(array_of(buffer))
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
         """Accept everything: the host's free memory is unknown, since memory may be swapped."""
 
     def copy(self, target: Buffer, source: Buffer) -> Run:
-        """Return a run that copies `source` to `target`. Raises ValueError if their sizes differ."""
         size = copied_bytes(target, source)
 
         def run() -> None:
@@ -84,8 +174,8 @@ class HostDevice:
         from redraft.engines.onnxruntime_device import load_program
 
         record = self.bundle.graph(graph)
-        if not self.step_graphs and (program := host_program(graph, record)):
-            return program
+        if not self.step_graphs and graph == names.STEP_GATHER_FEATURES:
+            return HostProgram(record, gather_features)
         if graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
             return CompactProgram(record, self, self._kernels)
         if graph == names.VERIFIER:
@@ -96,14 +186,11 @@ class HostDevice:
         return load_program(self.bundle, graph, 1 if short else self._threads)
 
     def chain(self, runs: Sequence[Run]) -> InOrder:
-        """Return work that runs all of `runs`, one after the other."""
         return InOrder(tuple(runs))
 
-    def wait(self) -> None:
-        """Return at once: all work is finished."""
+    def wait(self) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing: the device stores no programs."""
+    def close(self) -> None: ...
 
 
 class InOrder:
@@ -122,3 +209,27 @@ class InOrder:
     def seconds(self) -> float:
         """Return the time of the latest run; 0 before the first run."""
         return self._seconds
+
+
+class HostProgram(Program):
+    """A function over arrays, which updates some of them, instead of a graph."""
+
+    def __init__(self, record: GraphRecord, function: Callable[[Arrays], None]) -> None:
+        super().__init__(record)
+        self._function = function
+
+    def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        arrays = {spec.name: array_of(buffers[spec.name]) for spec in self.inputs}
+        function = self._function
+
+        def run() -> None:
+            function(arrays)
+
+        return run
+
+
+def gather_features(arrays: Arrays) -> None:
+    """Copy row path[b, i] of features[b] to row pending_offset[b] + i of pending_features[b]."""
+    features, pending = arrays[names.FEATURE_ROWS], arrays[names.PENDING_FEATURES]
+    for slot, (rows, start) in enumerate(zip(arrays[names.PATH], arrays[names.PENDING_OFFSET].tolist(), strict=True)):
+        pending[slot, start : start + len(rows)] = features[slot, rows]

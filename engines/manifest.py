@@ -14,8 +14,8 @@ from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BundleError, UsageError
-from redraft.methods.base import Rows, TreeLimits
-from redraft.names import TensorSpec, WeightRef, drafter_graph
+from redraft.methods.base import TREE, Rows, TreeLimits
+from redraft.names import TOKEN_IDS, VERIFIER, TensorSpec, WeightRef, drafter_graph
 from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
 
@@ -129,7 +129,7 @@ class Manifest:
     tools:      versions of the libraries that built the bundle.
     choices:    a sentence for each choice that the build made of precisions.
     options:    options of `redraft build`, to repeat the command.
-    build_key:  digest of everything the build depends on (`cache.build_key`).
+    build_key:  digest of everything the build depends on (`digests.build_key`).
     files:      every file of the bundle except the manifest, set when the bundle is committed.
     """
 
@@ -164,6 +164,15 @@ class Manifest:
             for role, graph in record.graphs.items()
         }
         return {**self.graphs, **own}
+
+    @property
+    def largest_call(self) -> tuple[int, int] | None:
+        """The most sequences, and nodes of a tree with its root, that the engines take. None without a limit."""
+        if self.tensorrt is None:
+            return None
+        profiles = self.tensorrt.engines[VERIFIER].profiles
+        batch, tree = next(profile.inputs[TOKEN_IDS].max for profile in profiles if profile.name == TREE)
+        return batch, tree
 
 
 def verifier_digest(weights: Mapping[str, str]) -> str:
@@ -214,9 +223,8 @@ def load_manifest(bundle: Path) -> Manifest:
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise BundleError(
-            f"{bundle} is not an engine bundle: expected {MANIFEST} in it, found none", _build(bundle)
-        ) from None
+        problem = f"{bundle} is not an engine bundle: expected {MANIFEST} in it, found none"
+        raise BundleError(problem, f"run `redraft build MODEL -o {bundle}`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{path}: expected JSON, found {error}", rebuild_command(bundle)) from None
     if not isinstance(values, dict):
@@ -232,10 +240,6 @@ def load_manifest(bundle: Path) -> Manifest:
         raise BundleError(f"{path}: its digest does not hold: it was changed", rebuild_command(bundle))
     _check_paths(manifest, bundle)
     return manifest
-
-
-def _build(out: Path) -> str:
-    return f"run `redraft build MODEL -o {out}`"
 
 
 def _rebuild(out: Path, values: dict[str, Any]) -> str:

@@ -9,27 +9,23 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 
 from redraft import names
 from redraft.cpus import default_threads
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array
-from redraft.engines.host_memory import check_host_memory
-from redraft.engines.huge_pages import huge_pages
+from redraft.engines.host_memory import available_bytes, huge_pages
 from redraft.errors import BackendError, BundleError
 from redraft.names import TensorSpec
 from redraft.packages import gpu_requirement
 
-_ALIGNMENT_BYTES = 64
-_NUMPY: Mapping[str, type[np.generic]] = {
-    "int64": np.int64, "int32": np.int32, "int8": np.int8, "uint8": np.uint8, "bool": np.bool_, "float32": np.float32,
-    "float16": np.float16,
-}  # fmt: skip
 _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8)", "uint8": "tensor(uint8)",
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
         "bfloat16": "tensor(bfloat16)"}  # fmt: skip
+_WIDENED = {"fp16": 2}
+"""ONNX Runtime's CPU kernels compute in fp32, so it holds fp32 copies of other floating-point weights."""
+_GIB = 1 << 30
 _AFFINITIES = "session.intra_op_thread_affinities"
 """Processors of each thread but the calling one, which is not the session's."""
 _SPIN_US = "100"
@@ -65,7 +61,7 @@ def load_session(
         )
     path, options = str(bundle.path / record.file), session_options(threads, log)
     if provider[0] == CPU:
-        check_host_memory(bundle, graph)
+        _check_memory(bundle, graph)
     else:
         start_provider(provider[0])
         options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
@@ -124,6 +120,19 @@ def preload_cuda() -> str:
     for line in lines:
         _LOG.info("%s", line)
     return lines[0] if lines else ""
+
+
+def _check_memory(bundle: Bundle, graph: str) -> None:
+    """Raise BackendError if the graph's weights need more memory than the host has, which would end the process."""
+    available = available_bytes()
+    stored = bundle.graph_bytes(graph)
+    needed = stored * _WIDENED.get(bundle.manifest.precision, 1)
+    if available is not None and needed > available:
+        widened = f", {stored / _GIB:.1f} in {bundle.manifest.precision}" if needed != stored else ""
+        raise BackendError(
+            f"the weights of {graph} take {needed / _GIB:.1f} GiB of memory{widened}; {available / _GIB:.1f} are free",
+            "build with --precision int8 or int4, or free memory",
+        )
 
 
 def _check_in_use(session: ort.InferenceSession, provider: str) -> None:

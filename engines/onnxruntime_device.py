@@ -21,8 +21,7 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda, open_cuda
 from redraft.engines.cuda_device import CudaDevice
-from redraft.engines.device import Buffer, Program, Run, check_bindings
-from redraft.engines.host_memory import graph_bytes
+from redraft.engines.device import Buffer, Program, Run
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_backend import CPU, CUDA, check_available, load_session
 from redraft.errors import BackendError
@@ -58,7 +57,7 @@ def load_program(bundle: Bundle, graph: str, threads: int | None = None, log: st
 
 
 class OnnxRuntimeCuda(CudaDevice):
-    """A `redraft.engines.device.Device` with sessions of ONNX Runtime on redraft's stream."""
+    """Sessions of ONNX Runtime on redraft's stream."""
 
     def __init__(self, bundle: Bundle, cuda: Cuda, kernels: Compact | None = None, threads: int | None = None) -> None:
         super().__init__(bundle, cuda, kernels)
@@ -68,7 +67,7 @@ class OnnxRuntimeCuda(CudaDevice):
 
     def _loaded_bytes(self, graph: str) -> int:
         """The graphs of a bundle share weights, which each session loads for itself."""
-        return graph_bytes(self._bundle, graph)
+        return self._bundle.graph_bytes(graph)
 
     def _load(self, graph: str, record: GraphRecord) -> Program:
         options = {
@@ -85,23 +84,20 @@ class OnnxRuntimeCuda(CudaDevice):
         return OnnxRuntimeProgram(session, record, self.name, on_host, self._without_waiting)
 
 
-class OnnxRuntimeProgram:
-    """A `redraft.engines.device.Program`. on_host: inputs that the session reads on the host; options: of its runs."""
+class OnnxRuntimeProgram(Program):
+    """A session of ONNX Runtime. on_host: inputs that the session reads on the host; options: of its runs."""
 
     def __init__(
         self, session: ort.InferenceSession, record: GraphRecord, device: str = "cpu",
         on_host: frozenset[str] = frozenset(), options: ort.RunOptions | None = None,
     ) -> None:  # fmt: skip
-        self.inputs = record.inputs
-        self.outputs = record.outputs
+        super().__init__(record)
         self._session = session
         self._device = device
         self._on_host = on_host
         self._options = options
 
-    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """Return a run over these buffers. Raises ValueError if one does not fit."""
-        check_bindings((*self.inputs, *self.outputs), buffers)
+    def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
         binding = self._session.io_binding()
         for specs, add in ((self.inputs, binding.bind_input), (self.outputs, binding.bind_output)):
             for spec in specs:

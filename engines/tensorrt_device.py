@@ -9,7 +9,6 @@ Attributes of TensorRT used here are in the Python bindings of 10.9 and of 11.x 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from mmap import ACCESS_READ, mmap
@@ -21,19 +20,23 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda, Memory, open_cuda
 from redraft.engines.cuda_device import CudaDevice
-from redraft.engines.device import Buffer, Program, byte_size, check_bindings
+from redraft.engines.device import Buffer, Program, byte_size
+from redraft.engines.gpu import find_gpu
 from redraft.engines.manifest import GraphRecord, rebuild_command
-from redraft.engines.tensorrt.driver import find_gpu
-from redraft.engines.tensorrt.plugin import LOG_PREFIX, load_plugin
-from redraft.engines.tensorrt.products import PRODUCTS
-from redraft.engines.tensorrt.signature import differences
-from redraft.engines.tensorrt.target import check_same, find_target, import_tensorrt
+from redraft.engines.tensorrt.builder import differences
+from redraft.engines.tensorrt.plugin import load_plugin
+from redraft.engines.tensorrt.target import (
+    PRODUCTS,
+    UNKNOWN_REASON,
+    check_same,
+    find_target,
+    import_tensorrt,
+    product_logger,
+)
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from redraft.plugins.library import find_kernels
 from redraft.user_cache import user_cache, write_bytes
-
-_LOG = logging.getLogger("redraft.tensorrt")
 
 
 def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
@@ -63,7 +66,7 @@ def runtime_caches() -> Path:
 
 
 class TensorRtDevice(CudaDevice):
-    """See `redraft.engines.device.Device`.
+    """A GPU with TensorRT's engines.
 
     engines: files by graph.   tensorrt: the Python package.   kernels: our kernels for the GPU, if they are built.
     embedded: the engines contain the plugin's library. TensorRT runs such engines only if that is allowed explicitly.
@@ -76,16 +79,22 @@ class TensorRtDevice(CudaDevice):
     ) -> None:  # fmt: skip
         super().__init__(bundle, cuda, kernels)
         self.tensorrt = tensorrt
-        self.failure = Failure(tensorrt)
+        self._logger = product_logger(tensorrt)
+        self._logger.last_error = ""
         self._files = engines
         self._caches = caches
         self._compiled: dict[Path, Any] = {}
         try:
-            self._runtime = tensorrt.Runtime(self.failure.logger)
+            self._runtime = tensorrt.Runtime(self._logger)
         except TypeError:  # pybind11's for an object that is null
-            raise BackendError(f"TensorRT does not start: {self.failure.last}") from None
+            raise BackendError(f"TensorRT does not start: {self.reason}") from None
         if embedded:
             self._runtime.engine_host_code_allowed = True
+
+    @property
+    def reason(self) -> str:
+        """Return TensorRT's latest error, since its calls report only that they failed."""
+        return str(self._logger.last_error) or UNKNOWN_REASON
 
     def _loaded_bytes(self, graph: str) -> int:
         with contextlib.suppress(KeyError, OSError):
@@ -99,7 +108,7 @@ class TensorRtDevice(CudaDevice):
             raise self._bundle.error(f"expected an engine of {graph}, found {found}{kernels}")
         engine = self._deserialized(graph)
         if engine is None:
-            raise self._bundle.error(f"TensorRT does not load the engine of {graph}: {self.failure.last}")
+            raise self._bundle.error(f"TensorRT does not load the engine of {graph}: {self.reason}")
         tensors = (engine.get_tensor_name(number) for number in range(engine.num_io_tensors))
         types = {name: engine.get_tensor_dtype(name) for name in tensors}
         if problem := next(differences(self.tensorrt, types, record.inputs, record.outputs), None):
@@ -121,7 +130,7 @@ class TensorRtDevice(CudaDevice):
         return partial(engine.create_execution_context, config)
 
     def close(self) -> None:
-        """See `Device.close`. Saves runtime caches; if that fails, the next opening compiles again."""
+        """Close the device. Saves runtime caches; if that fails, the next opening compiles again."""
         for file, cache in self._compiled.items():
             with contextlib.suppress(OSError):
                 write_bytes(file, memoryview(cache.serialize()))
@@ -137,39 +146,13 @@ class TensorRtDevice(CudaDevice):
             raise self._bundle.error(f"the engine of {graph} cannot be read: {error}") from None
 
 
-class Failure:
-    """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed.
-
-    Logs TensorRT's warnings as information, and our plugin's one warning, of copied caches, as a warning.
-    """
-
-    def __init__(self, tensorrt: Any) -> None:
-        self.last = "no reason given"
-        levels = {tensorrt.ILogger.VERBOSE: logging.DEBUG, tensorrt.ILogger.INFO: logging.DEBUG,
-                  tensorrt.ILogger.WARNING: logging.INFO}  # fmt: skip
-
-        def log(logger: object, severity: Any, message: str) -> None:
-            level = levels.get(severity, logging.WARNING)
-            if level is logging.WARNING:
-                self.last = " ".join(message.split())
-            if severity == tensorrt.ILogger.WARNING and message.startswith(LOG_PREFIX):
-                level = logging.WARNING
-            _LOG.log(level, "%s", message)
-
-        def begin(logger: object) -> None:
-            tensorrt.ILogger.__init__(logger)
-
-        self.logger: Any = type("Logger", (tensorrt.ILogger,), {"__init__": begin, "log": log})()
-
-
-class EngineProgram:
-    """An engine, see `redraft.engines.device.Program`."""
+class EngineProgram(Program):
+    """An engine of a device."""
 
     def __init__(
         self, device: TensorRtDevice, graph: str, record: GraphRecord, engine: Any, context: Callable[[], Any]
     ) -> None:
-        self.inputs = record.inputs
-        self.outputs = record.outputs
+        super().__init__(record)
         self._device = device
         self._graph = graph
         self._engine = engine
@@ -181,13 +164,12 @@ class EngineProgram:
         self._scratch = device.cuda.allocate(engine.device_memory_size_v2)
         self._written: dict[str, Memory] = {}
 
-    def bind(self, buffers: Mapping[str, Buffer]) -> EngineRun:
-        """See `Program.bind`. Raises BackendError if no optimization profile takes the shapes."""
-        check_bindings((*self.inputs, *self.outputs), buffers)
+    def _bind(self, buffers: Mapping[str, Buffer]) -> EngineRun:
+        """Raises BackendError if no optimization profile takes the shapes."""
         device, inputs = self._device, [spec for spec in self.inputs if spec.name in self._has]
         context = self._context()
         if context is None:
-            raise BackendError(f"TensorRT creates no context of {self._graph}: {device.failure.last}")
+            raise BackendError(f"TensorRT creates no context of {self._graph}: {device.reason}")
         run = EngineRun(device, self._graph, context, not self._on_host, (self._scratch, dict(buffers)))
         run.must(context.set_optimization_profile_async, self._profile(inputs, buffers), device.cuda.stream)
         device.cuda.synchronize()
@@ -270,7 +252,7 @@ class EngineRun:
         except RuntimeError:
             worked = False
         if not worked:
-            raise BackendError(f"TensorRT refuses {self._graph}: {self._device.failure.last}")
+            raise BackendError(f"TensorRT refuses {self._graph}: {self._device.reason}")
 
 
 def _distance(profile: Sequence[Any], shape: tuple[int, ...]) -> int:

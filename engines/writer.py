@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
-from contextlib import ExitStack
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
-from redraft.engines.digests import DigestCache, tree_digests
-from redraft.engines.locking import build_lock, terminate_as_exit, unwritable
+from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import (
     MANIFEST,
     FileRecord,
@@ -23,6 +27,70 @@ from redraft.engines.manifest import (
     rebuild_command,
 )
 from redraft.errors import BundleError
+
+
+@contextmanager
+def build_lock(path: Path, target: Path) -> Iterator[None]:
+    """Hold the lock file `path` during the build of `target`, and remove the file afterwards.
+
+    The operating system drops the lock of a killed process. Raises BundleError at once if another process, which it
+    names, holds the lock, or if the file cannot be created.
+    """
+    descriptor = _acquire(path, target)
+    try:
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} ({' '.join(sys.argv)[:200]})".encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(path: Path, target: Path) -> int:
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise unwritable(target, error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise BundleError(f"{target} is being built by {holder}", "wait for it, or stop it") from None
+        if _still_named(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its holder removed the file between open and lock
+
+
+def unwritable(path: Path, error: OSError) -> BundleError:
+    """Return the error for a bundle or folder that cannot be created."""
+    return BundleError(f"cannot write {path}: {error.strerror}", "give a writable -o")
+
+
+def _still_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def terminate_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that a terminated build cleans up. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -75,8 +143,11 @@ class BundleWriter:
 
         Returns the manifest as written, with its `files`.
         """
-        digests = tree_digests(self.staging, DigestCache())
-        files = {name: FileRecord((self.staging / name).stat().st_size, digest) for name, digest in digests.items()}
+        digests = DigestCache().digests(sorted(path for path in self.staging.rglob("*") if path.is_file()))
+        files = {
+            path.relative_to(self.staging).as_posix(): FileRecord(path.stat().st_size, digest)
+            for path, digest in digests.items()
+        }
         complete = replace(manifest, files=files)
         (self.staging / MANIFEST).write_text(dump_manifest(complete), encoding="utf-8")
         _flush_tree(self.staging)

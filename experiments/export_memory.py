@@ -58,7 +58,7 @@ OPEN = (
     MEASURE
     + """
 import onnxruntime
-from redraft.engines.huge_pages import huge_pages
+from redraft.engines.host_memory import huge_pages
 before = peak_bytes()["VmRSS"]
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = 2

@@ -33,7 +33,9 @@ import sys
 import tarfile
 import time
 import tomllib
+import zipfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,29 +69,39 @@ def main() -> None:
         sys.exit(1)
 
 
-def pack(out: Path, onnxruntime: Path | None, bundles: list[Path], architecture: int, load_bytes: int) -> list[Path]:
-    """Write loads into `out`. Returns them. Raises FileExistsError, and SystemExit if the first is too large."""
-    first = out / "load-0"
-    first.mkdir(parents=True)
-    shutil.copy(__file__, first)
+def pack(out: Path, onnxruntime: Path | None, bundles: list[Path], architecture: int, load_bytes: int) -> None:
+    """Write loads into `out`: what load-0 has room for, then whole loads. Raises FileExistsError."""
+    load = out / "load-0"
+    load.mkdir(parents=True)
     listed = subprocess.run(["git", "ls-files", "-z", *SOURCES], cwd=ROOT, check=True, capture_output=True, text=True)
-    with tarfile.open(first / SOURCE, "w:xz") as archive:
+    with tarfile.open(load / SOURCE, "w:xz") as archive:
         for name in listed.stdout.split("\0")[:-1]:
             archive.add(ROOT / name, name)
     cargo = io.BytesIO()
     with tarfile.open(fileobj=cargo, mode="w:xz") as archive:
-        for name, data in _wheel_files(onnxruntime, architecture) if onnxruntime else ():
-            entry = tarfile.TarInfo(f"site/{name}")
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
+        with zipfile.ZipFile(onnxruntime) if onnxruntime else nullcontext() as wheel:
+            for name in (entry.filename for entry in wheel.infolist() if not entry.is_dir()) if wheel else ():
+                data = wheel.read(name)
+                data = without_other_code(data, architecture) if name.endswith("providers_cuda.so") else data
+                entry = tarfile.TarInfo(f"site/{name}")
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
         for bundle in bundles:
             archive.add(bundle.resolve(), f"bundles/{bundle.name}")
-    if _bytes_of(first) + RESERVED_BYTES > load_bytes:
-        raise SystemExit(f"{first} has {_bytes_of(first)} bytes without any piece: too many for {load_bytes} at once")
-    loads = _cut(cargo.getvalue() if onnxruntime or bundles else b"", first, load_bytes)
-    for load in loads:
-        print(f"{load}: {_bytes_of(load) / 1e6:.1f} MB")
-    return loads
+    left, pieces, room = cargo.getvalue(), list[str](), load_bytes - RESERVED_BYTES - (load / SOURCE).stat().st_size
+    contents = out / "load-0" / CONTENTS
+    while True:
+        shutil.copy(__file__, load)
+        pieces.append(f"{CARGO}.{len(pieces)}")
+        (load / pieces[-1]).write_bytes(left[:room])
+        left, room = left[room:], load_bytes - RESERVED_BYTES
+        print(load)
+        if not left:
+            break
+        load = out / f"load-{len(pieces)}"
+        load.mkdir()
+    digest = hashlib.sha256(cargo.getvalue()).hexdigest()
+    contents.write_text(json.dumps({"pieces": pieces, "sha256": digest}) + "\n")
 
 
 def without_other_code(data: bytes, architecture: int) -> bytes:
@@ -161,14 +173,17 @@ def unpack(load: Path, work: Path) -> list[str]:
     if (load / SOURCE).exists():
         with tarfile.open(load / SOURCE) as archive:
             archive.extractall(work / "source", filter="data")
-        _lay_out(work / "source")
+        source = work / "source"
+        folders = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+        for package in sorted(name for name in folders if name.startswith("redraft.")):  # to the place of its name
+            shutil.copytree(source / folders[package], source / package.replace(".", "/"), dirs_exist_ok=True)
     for path in (*load.glob(f"{CARGO}.*"), *load.glob(CONTENTS)):
         shutil.copy(path, pieces)
     if not (pieces / CONTENTS).exists():
         return ["all"]
     contents = json.loads((pieces / CONTENTS).read_text())
     missing = [name for name in contents["pieces"] if not (pieces / name).exists()]
-    if missing or not contents["pieces"]:
+    if missing:
         return missing
     joined = b"".join((pieces / name).read_bytes() for name in contents["pieces"])
     if hashlib.sha256(joined).hexdigest() != contents["sha256"]:
@@ -176,13 +191,6 @@ def unpack(load: Path, work: Path) -> list[str]:
     with tarfile.open(fileobj=io.BytesIO(joined)) as archive:
         archive.extractall(work, filter="data")
     return []
-
-
-def _lay_out(source: Path) -> None:
-    """Copy each package's folder to the place that its name has when it is installed."""
-    folders = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    for package in sorted(name for name in folders if name.startswith("redraft.")):
-        shutil.copytree(source / folders[package], source / package.replace(".", "/"), dirs_exist_ok=True)
 
 
 def _run_step(step: Step, environment: dict[str, str], folder: Path, out: Path) -> dict[str, str | float]:
@@ -204,36 +212,6 @@ def _run_step(step: Step, environment: dict[str, str], folder: Path, out: Path) 
     if outcome == "failed" and lines:
         outcome = f"failed: {lines[-1]}"
     return {"outcome": outcome, "seconds": round(time.monotonic() - start, 1)}
-
-
-def _wheel_files(wheel: Path, architecture: int) -> Iterator[tuple[str, bytes]]:
-    import zipfile
-
-    with zipfile.ZipFile(wheel) as archive:
-        for name in (entry.filename for entry in archive.infolist() if not entry.is_dir()):
-            data = archive.read(name)
-            yield name, without_other_code(data, architecture) if name.endswith("providers_cuda.so") else data
-
-
-def _cut(data: bytes, first: Path, load_bytes: int) -> list[Path]:
-    """Cut data into pieces: what `first` has room for, then whole loads."""
-    loads, pieces, place = [first], list[str](), 0
-    while place < len(data):
-        if pieces:
-            loads.append(first.with_name(f"load-{len(loads)}"))
-            loads[-1].mkdir()
-            shutil.copy(__file__, loads[-1])
-        room = load_bytes - RESERVED_BYTES - _bytes_of(loads[-1])
-        pieces.append(f"{CARGO}.{len(pieces)}")
-        (loads[-1] / pieces[-1]).write_bytes(data[place : place + room])
-        place += room
-    contents = {"pieces": pieces, "sha256": hashlib.sha256(data).hexdigest()}
-    (first / CONTENTS).write_text(json.dumps(contents) + "\n")
-    return loads
-
-
-def _bytes_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _arguments() -> argparse.Namespace:

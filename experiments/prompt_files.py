@@ -23,13 +23,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="of each file")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    with one_line_errors():
-        options.out.mkdir(parents=True, exist_ok=True)
-        for file in options.files:
-            chosen = load_prompts([file])[: options.prompts]  # kinds take turns
-            lines = [json.dumps({"id": p.id, "category": file.stem, "turns": [p.text]}) + "\n" for p in chosen]
-            (options.out / file.name).write_text("".join(lines), encoding="utf-8")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for file in options.files:
+        chosen = load_prompts([file])[: options.prompts]  # kinds take turns
+        lines = [json.dumps({"id": p.id, "category": file.stem, "turns": [p.text]}) + "\n" for p in chosen]
+        (options.out / file.name).write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

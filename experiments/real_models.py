@@ -1,13 +1,13 @@
-"""Figures of a real model: its builds, then opening, prompts, decoding and memory, beside peers on the same file.
+"""Figures of a real model: its builds, then opening, prompts, decoding and memory, next to peers on the same file.
 
     python -m experiments.real_models MODEL --out build/models --precisions int8,int4 \\
         --peers llama-cpp-python openvino-genai --peers-python PEERS/bin/python
 
-Every decoder opens in a process of its own, `--rounds` times in an order that rotates. Each time it decodes the same
-prompts of PROMPT_TOKENS token ids, code, prose and a word problem, and then as many new tokens as `--new-tokens`; end
-tokens end none. The first round's opening is that of a machine that has not seen the bundle.
+Every decoder opens in a process of its own (`real_models_worker.py`), `--rounds` times in an order that rotates. Each
+time it decodes the same prompts of PROMPT_TOKENS token ids, code, prose and a word problem, and then as many new tokens
+as `--new-tokens`; end tokens end none. The first round's opening is that of a machine that has not seen the bundle.
 
-llama.cpp reads the file as it is beside int4, and its own Q8_0 of it beside int8. OpenVINO GenAI reads the file as it
+llama.cpp reads the file as it is next to int4, and its own Q8_0 of it next to int8. OpenVINO GenAI reads the file as it
 is; what it computes with does not depend on a precision. `--peers-python` names the Python that has the peers.
 Resident memory is Pss: pages of mapped files count too. A decoder that fails is named with its reason.
 """
@@ -26,22 +26,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from redraft.assembly.evaluation import held_out_texts
+from redraft.assembly.resolve import held_out_texts
 from redraft.bench.command import run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import read_text
 from redraft.engines import open_bundle
-from redraft.engines.manifest import Manifest
 from redraft.engines.sizes import total_bytes
 from redraft.runtime.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 37
 WORKER = Path(__file__).with_name("real_models_worker.py")
 OURS, LLAMA, OPENVINO = "redraft", "llama-cpp-python", "openvino-genai"
+QUALITY = ("perplexity", "perplexity_fp32", "rise_error", "divergence", "same_tokens", "choices", "weight_shares")
 
 
 class Decoder(NamedTuple):
-    """One decoder of a file: the library, and what it reads."""
+    """One decoder of a file: the library, and the path that it reads."""
 
     library: str
     path: Path
@@ -59,21 +59,7 @@ def main() -> dict[str, Any]:
         decoders += [Decoder(LLAMA, options.model), Decoder(LLAMA, _as_q8(options))]
     if OPENVINO in options.peers:
         decoders.append(Decoder(OPENVINO, options.model))
-    bundle = decoders[0].path
-    manifest = open_bundle(bundle).manifest
-    work = {"prompts": prompts(bundle, manifest), "new_tokens": options.new_tokens, "threads": options.threads}
-    found: dict[Decoder, list[dict[str, Any]]] = {decoder: [] for decoder in decoders}
-    failed: dict[Decoder, str] = {}
-    with tempfile.TemporaryDirectory() as cache:  # so that the first opening measures what a new machine measures
-        for number in range(options.rounds):
-            turn = number % len(decoders)
-            for decoder in (*decoders[turn:], *decoders[:turn]):
-                print(f"round {number + 1}: {decoder.library} {decoder.path.name}", file=sys.stderr)
-                if decoder not in failed:
-                    try:
-                        found[decoder].append(_decode(decoder, work, options, cache))
-                    except subprocess.CalledProcessError as error:
-                        failed[decoder] = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+    measured, failed = measure(decoders, options)
     return {
         "environment": environment(options.threads),
         "model": options.model.name,
@@ -81,50 +67,57 @@ def main() -> dict[str, Any]:
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": options.new_tokens,
         "builds": builds,
-        "decoders": [_summary(decoder, rounds) for decoder, rounds in found.items() if decoder not in failed],
+        "decoders": [_summary(decoder, rounds) for decoder, rounds in measured.items() if decoder not in failed],
         "failed": [{"library": one.library, "reads": one.path.name, "reason": why} for one, why in failed.items()],
     }
 
 
 def build(model: Path, precision: str, out: Path, draft: Path | None) -> dict[str, Any]:
     """Build a bundle in a process of its own. Returns its seconds, peak memory in bytes, size and quality."""
-    command = [sys.executable, "-c", "from redraft.cli.main import main; main()", "build", str(model)]
-    drafter = ["--drafter", f"draft={draft}" if draft else "none"]
+    command = [Path(sys.executable).with_name("redraft"), "build", model, "-o", out, "--precision", precision]
+    command += ["--drafter", f"draft={draft}" if draft else "none", "--force", "--json"]
     start = time.monotonic()
     with tempfile.TemporaryFile() as printed:
-        process = subprocess.Popen(
-            [*command, "-o", str(out), "--precision", precision, *drafter, "--force", "--json"], stdout=printed
-        )
+        process = subprocess.Popen(list(map(str, command)), stdout=printed)
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.monotonic() - start
         if status:
             raise SystemExit(f"redraft build ended with status {status}")
         printed.seek(0)
         summary = json.load(printed)
-    kept = ("perplexity", "perplexity_fp32", "rise_error", "divergence", "same_tokens", "choices", "weight_shares")
-    measured = {name: summary.get(name) for name in kept}
-    return {
-        "seconds": seconds,
-        "peak_bytes": used.ru_maxrss * 1024,
-        "bundle_bytes": total_bytes(open_bundle(out).manifest),
-        **measured,
-    }
+    bundle_bytes = total_bytes(open_bundle(out).manifest)
+    sizes = {"seconds": seconds, "peak_bytes": used.ru_maxrss * 1024, "bundle_bytes": bundle_bytes}
+    return {**sizes, **{name: summary.get(name) for name in QUALITY}}
 
 
-def prompts(bundle: Path, manifest: Manifest) -> list[list[int]]:
-    """Return the first PROMPT_TOKENS token ids of each kind of held-out text."""
-    tokenizer = Tokenizer.load(bundle, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-    return [tokenizer.encode(read_text(path))[:PROMPT_TOKENS] for path in held_out_texts().values()]
-
-
-def _decode(decoder: Decoder, work: dict[str, Any], options: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """Return what a worker measured. Raises CalledProcessError."""
-    python = sys.executable if decoder.library == OURS else options.peers_python
-    command = [python, str(WORKER), decoder.library, str(decoder.path)]
-    environ = {**os.environ, "XDG_CACHE_HOME": cache}
-    done = subprocess.run(command, input=json.dumps(work), capture_output=True, text=True, check=True, env=environ)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def measure(
+    decoders: Sequence[Decoder], options: argparse.Namespace
+) -> tuple[dict[Decoder, list[dict[str, Any]]], dict[Decoder, str]]:
+    """Return each decoder's measurements by round, and the reasons of those that failed."""
+    bundle = open_bundle(decoders[0].path)
+    manifest = bundle.manifest
+    tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
+    prompts = [tokenizer.encode(read_text(path))[:PROMPT_TOKENS] for path in held_out_texts().values()]
+    work = json.dumps({"prompts": prompts, "new_tokens": options.new_tokens, "threads": options.threads})
+    measured: dict[Decoder, list[dict[str, Any]]] = {decoder: [] for decoder in decoders}
+    failed: dict[Decoder, str] = {}
+    with tempfile.TemporaryDirectory() as cache:  # so that the first opening measures what a new machine measures
+        for number in range(options.rounds):
+            turn = number % len(decoders)
+            for decoder in (*decoders[turn:], *decoders[:turn]):
+                print(f"round {number + 1}: {decoder.library} {decoder.path.name}", file=sys.stderr)
+                if decoder in failed:
+                    continue
+                python = sys.executable if decoder.library == OURS else options.peers_python
+                command = [python, str(WORKER), decoder.library, str(decoder.path)]
+                done = subprocess.run(
+                    command, input=work, capture_output=True, text=True, env={**os.environ, "XDG_CACHE_HOME": cache}
+                )
+                if done.returncode:
+                    failed[decoder] = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+                else:
+                    measured[decoder].append(json.loads(done.stdout.splitlines()[-1]))
+    return measured, failed
 
 
 def _summary(decoder: Decoder, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

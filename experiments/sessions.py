@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from redraft.engines.huge_pages import huge_pages
+from redraft.engines.host_memory import huge_pages
 from redraft.engines.onnxruntime_backend import session_options
 
 

@@ -22,8 +22,7 @@ from onnx import TensorProto, helper
 
 from redraft.engines.tensorrt.native import DECOMPOSABLE
 from redraft.engines.tensorrt.operators import RTX_FILE, SUPPORTED
-from redraft.engines.tensorrt.products import RTX
-from redraft.engines.tensorrt.target import import_tensorrt
+from redraft.engines.tensorrt.target import RTX, import_tensorrt
 
 OPSET = 24
 TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT32", "INT64", "BOOL", "UINT8", "INT8", "INT4", "FLOAT8E4M3FN")

@@ -40,7 +40,6 @@ class DrafterBuild:
     method:  the drafting method; None takes the one that the folder's configuration names.
     options: the method's own options for building.
     extra:   a recipe's drafter that is built only if the command line names it.
-    given:   the Hugging Face id or the recipe that `source` is the checkpoint of.
     """
 
     id: str
@@ -48,7 +47,6 @@ class DrafterBuild:
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     extra: bool = False
-    given: str | None = None
 
     def __post_init__(self) -> None:
         if not DRAFTER_ID.fullmatch(self.id):

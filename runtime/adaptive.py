@@ -30,9 +30,9 @@ _PROBED = (8, 4, 2)
 """Sizes to probe, root included."""
 _NEAR = 0.1
 _FEW = 4
-"""A draft that decides whether to continue reckons with the mean cost of its first few nodes."""
+"""A draft that decides whether to continue uses the mean cost of its first few nodes."""
 _SURE = 0.9
-"""Drafts continue below nodes of this joint probability in any case, so that what they bring is learned."""
+"""Drafts always continue below nodes of this joint probability, so that the controller learns what follows them."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Experience:
 class MethodRecord:
     """Statistics of a method's requests with one kind of noise, with which its next such request starts.
 
-    gain: tokens that trees promised beyond their cost of verification, by offer.
+    gain: expected tokens of trees beyond their cost of verification, by offer.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
@@ -66,12 +66,12 @@ class MethodRecord:
 class ControllerState:
     """The controller's state of one sequence.
 
-    method:   the record of its method.   noise: of its drafts' candidates.
-    gain:     as `MethodRecord.gain`, from its own steps.
-    found:    number of ready nodes that are worth verifying, and their gain, of this step.
-    offered:  the tree that was made for this step, for `observe`.
-    rate, gains, tried, probed, together, least: as in `Choice`, of this step.   weighed: its found, whole and shares.
-    shares:   probability of each node after the root to be accepted, by `ranked_shares`, of this step.
+    method:   the record of its method.   noise: the kind of noise of its drafts' candidates.
+    gain:     gains by offer as in `MethodRecord`, learned from its own steps.
+    ready:    number of this step's ready nodes that are worth verifying, and their gain.
+    made:     the tree that a drafter made for this step, for `observe`.
+    rate, gains, tried, probed, together, least: fields of this step's `Choice`.   weighed: its found, whole and shares.
+    shares:   probability of each node after the root to be accepted in this step, by `ranked_shares`.
     waiting:  steps still to pause.   pause: length of the latest pause.
     since_fresh, patience: steps since the last fresh draft, and the number after which another is tried.
     """
@@ -80,8 +80,8 @@ class ControllerState:
     method: MethodRecord
     noise: NoiseKind
     gain: dict[OfferKey, float]
-    found: tuple[int, float] = (0, 0.0)
-    offered: Tree | None = None
+    ready: tuple[int, float] = (0, 0.0)
+    made: Tree | None = None
     rate: float = 0.0
     gains: dict[OfferKind, float] = field(default_factory=dict)
     tried: bool = False
@@ -179,13 +179,13 @@ class Adaptive:
 
     def _plan(self, seq: Sequence, offers: abc.Sequence[Offer], limits: StepLimits) -> Plan:
         state = self._state_of(seq)
-        lately = state.experience
-        rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
+        experience = state.experience
+        rate = state.rate = max(experience.tokens / experience.plain_steps, 1.0) / self._table[1]
         found = merged_ready(seq, offers)
         state.shares = ranked_shares(found.log_probs, found.pinned) if len(found) > 1 else ()
         state.least = pinned_nodes(found)
-        state.found = best_first(state.shares, rate, self._table, state.least)
-        best, taken, fresh = state.found[1], None, None
+        state.ready = best_first(state.shares, rate, self._table, state.least)
+        best, taken, fresh = state.ready[1], None, None
         state.gains = gains = {OfferKind.LOOKUP: best}
         for offer in offers:
             if offer.maker is not None:
@@ -208,7 +208,7 @@ class Adaptive:
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
     def _stopping(self, budget: Budget, offer: Offer, rate: float, noise: NoiseKind) -> Budget:
-        """Return a budget that ends a draft where one more level would cost more tokens than it brings.
+        """Return a budget that ends a draft where one more level would cost more tokens than it adds.
 
         A stop must not read tokens that were drawn, so draws get a depth, by the acceptance of earlier ones.
         """
@@ -217,8 +217,8 @@ class Adaptive:
         node_ms = (table[1 + few] - table[1]) / max(few, 1)
         least = min(rate * (offer.step_ms + node_ms), 1.0)
         if noise != "drawn":
-            brought = self._depths_of(offer, noise).brought
-            return replace(budget, share=min(least / max(brought, least), _SURE))
+            below = self._depths_of(offer, noise).tokens_below
+            return replace(budget, share=min(least / max(below, least), _SURE))
         shares = self._ranks[offer.key, noise].shares(budget.depth)
         paying = next((rank for rank, share in enumerate(shares) if share < least), len(shares))
         return replace(budget, depth=min(budget.depth, paying + 1))
@@ -249,7 +249,7 @@ class Adaptive:
         alone = self._sequences == 1
         each = shares[0] if alone else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
         least = max([state.least for state, _, _ in states])
-        paying, gain = states[0][0].found if alone and not plans[0].make else best_first(each, rate, table, least)
+        paying, gain = states[0][0].ready if alone and not plans[0].make else best_first(each, rate, table, least)
         nodes, probed = paying, widest == 1 and self._steps >= self._probe_at and len(each) > paying
         if probed:
             wider = self._probe(min(len(each) + 1, len(table) - 1))
@@ -271,8 +271,8 @@ class Adaptive:
 
     def _own_gain(self, state: ControllerState, nodes: int) -> float:
         """Return the gain of one sequence of a batch if all trees have `nodes` nodes, at least 0."""
-        promised = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
-        return max(promised, 0.0)
+        expected = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
+        return max(expected, 0.0)
 
     def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
         """Return all nodes that could be verified for a sequence. Sets the probability of each node to be accepted."""
@@ -280,7 +280,7 @@ class Adaptive:
         if made is not None and made.cut_at_end:
             return self._weigh_by_rank(state, plan, made)
         if made is not None and len(made) > 1:
-            state.offered = made
+            state.made = made
             assert plan.make is not None
             tree = merge(tree, self._depths_of(plan.make, state.noise).calibrated(made))
             state.shares = ranked_shares(tree.log_probs, tree.pinned)
@@ -295,11 +295,11 @@ class Adaptive:
         assert plan.make is not None
         shares = self._ranks[plan.make.key, state.noise].shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
-        tree = made if gain >= state.found[1] else plan.found
+        tree = made if gain >= state.ready[1] else plan.found
         if tree is made:
             state.shares, state.least = shares, 0
         state.weighed = plan.found, tree, shares if tree is made else None
-        state.offered = made if tree is made else None
+        state.made = made if tree is made else None
         return tree
 
     def _probe(self, largest: int) -> int:
@@ -345,19 +345,19 @@ class Adaptive:
         state: ControllerState = seq.control
         ms = self._verified_ms + self._extra_ms()
         if plan.make is not None:
-            if (made := state.offered) is not None:
+            if (made := state.made) is not None:
                 if made.cut_at_end:
                     self._ranks[plan.make.key, state.noise].observe(len(tree), outcome.path)
                 else:
                     self._depths_of(plan.make, state.noise).observe(made, outcome.tokens)
-                state.offered = None
+                state.made = None
             ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
-        lately = state.experience
+        experience = state.experience
         if not state.probed:
             steps = ms / self._priced[1]
-            lately.update(len(outcome.path) + 1, steps, _LEARN if state.pause > 1 else FAST)
+            experience.update(len(outcome.path) + 1, steps, _LEARN if state.pause > 1 else FAST)
             state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
-        if lately.tokens < _TOLERANCE * lately.plain_steps:
+        if experience.tokens < _TOLERANCE * experience.plain_steps:
             state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
             state.waiting = state.pause
         else:

@@ -13,10 +13,9 @@ from types import NoneType
 from typing import IO, Any, Self
 
 from redraft import names
-from redraft.engines import Bundle, open_bundle, open_device, open_host
+from redraft.engines import Bundle, check_max_num_seqs, open_bundle, open_device, open_host
 from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
-from redraft.engines.tensorrt.profiles import check_max_num_seqs, largest_call
 from redraft.errors import UsageError
 from redraft.methods import NONE, UNBUILT, find_method
 from redraft.packages import package_version
@@ -79,7 +78,7 @@ class Runtime:
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`.
 
-        threads: of the engine; None uses one a core.   max_num_seqs: sequences that may run at once.
+        threads: threads of the engine; None uses one a core.   max_num_seqs: sequences that may run at once.
         verify:  True checks every byte of the bundle, None too if a file has changed since the last full check on this
                 machine, False none.
         drafter_options: settings by id, for example {"ngram": {"prompt_lookup_max": 3}}.
@@ -104,7 +103,7 @@ class Runtime:
         manifest = bundle.manifest
         if device is None and manifest.tensorrt is not None:
             device = "cuda"
-        largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
+        largest = manifest.largest_call
         if largest is not None:
             check_max_num_seqs(largest[0], max_num_seqs)
         # First, since the engine takes the memory that reading a tokenizer leaves.
@@ -212,7 +211,7 @@ class Runtime:
         """
         with self._running():
             self.verifier.warm()
-            self._speculation.choose(SpeculationParams(method), False)
+            self._speculation.create(SpeculationParams(method), False)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
@@ -306,7 +305,7 @@ class Runtime:
         speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
         self.verifier.warm()
         keys = [(how, one.constraint is not None) for how, one in zip(speculating, sampling, strict=True)]
-        plans = {key: self._speculation.choose(*key, forced) for key in dict.fromkeys(keys)}
+        plans = {key: self._speculation.create(*key, forced) for key in dict.fromkeys(keys)}
         requests = [
             self._request(prompt, one, plans[key], key[0], forced, record_logit_margins)
             for prompt, one, key in zip(prompts, sampling, keys, strict=True)

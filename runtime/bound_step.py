@@ -8,7 +8,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Buffer, Device, Program, Run, Work, sized, slots_of
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTree, TreeStore
@@ -106,8 +106,8 @@ class BoundStep:
         first = (accept_output.shape[1] + 1) // 2
         outcomes = []
         for seq, row, count in zip(batch, accept_output.tolist(), nodes, strict=True):
-            targets, kept = row[first : first + count], row[0]
-            path = tuple(row[2 : 1 + kept])
+            targets, accepted = row[first : first + count], row[0]
+            path = tuple(row[2 : 1 + accepted])
             tokens = (targets[0], *[targets[node] for node in path]) if path else (targets[0],)
             outcome = Outcome(targets, path, tokens[-1], tokens)
             if tokens[-1] == NOT_REACHED:
@@ -210,7 +210,6 @@ class BoundTreeStep(BoundStep):
     def fill(
         self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
     ) -> None:
-        """Set the inputs of the next run. Raises ValueError for a tree that was drafted for another slot."""
         values = self.host_inputs.open()
         self._next = self._greedy
         if any([seq.sampler.device_temperature for seq in batch]):
@@ -240,7 +239,6 @@ class BoundTreeStep(BoundStep):
         self._latest()
 
     def seconds(self) -> float:
-        """Return the seconds of the latest run on an asynchronous device."""
         return self._latest.seconds()
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
@@ -315,7 +313,6 @@ class BoundPrefill(BoundStep):
         self._set_offsets(pending)
 
     def outcome(self, seq: Request) -> Outcome:
-        """Return the outcome of the sampler of `seq` after the chunk."""
         temperature = seq.sampler.device_temperature
         if temperature is None:
             return seq.sampler.verify(self._host_logits()[0], root_only(seq.tokens[-1]), seq.tokens)
@@ -358,8 +355,8 @@ def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Call
 
         def copy_rows(source: int, target: int, rows: int) -> None:
             for array in arrays:
-                kept = (slice(None), slice(rows)) if array.ndim == KV_RANK else ()
-                array[(target, *kept)] = array[(source, *kept)]
+                valid = (slice(None), slice(rows)) if array.ndim == KV_RANK else ()
+                array[(target, *valid)] = array[(source, *valid)]
 
         return copy_rows
     host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
@@ -374,6 +371,16 @@ def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Call
         run()
 
     return copy
+
+
+def bound(device: Device, program: Program, known: dict[str, Buffer], sizes: Mapping[str, int]) -> Run:
+    """Bind a program to the buffers in `known`, to which it adds those that it creates."""
+    specs = (*program.inputs, *program.outputs)
+    for spec in specs:
+        if spec.name not in known:
+            updated = known.get(spec.in_place_of) if spec.in_place_of else None
+            known[spec.name] = updated or device.empty(spec.dtype, *sized(spec.shape, sizes))
+    return program.bind({spec.name: known[spec.name] for spec in specs})
 
 
 def gathered(program: Program, features: Buffer, path: Buffer, pending: Buffer, start: Buffer) -> Run:

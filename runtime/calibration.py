@@ -15,8 +15,8 @@ _SETTLED = 31
 """Observations before a plain mean becomes a running one, in which the next has the weight FAST."""
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
-_BROUGHT = 0.5
-"""Assumed tokens that a node brings below it, by its joint probability, before a draft went on below one."""
+_TOKENS_BELOW = 0.5
+"""Assumed accepted tokens below a node, by its joint probability, until drafts have continued below nodes."""
 _UNSEEN = 0.25
 """Assumed acceptance rate of nodes that were never verified, high enough for whole trees to be tried."""
 
@@ -31,13 +31,13 @@ class DepthCalibration:
     def __init__(self) -> None:
         shares = [exp(-(bucket + 0.5) / _BUCKETS_A_NAT) for bucket in range(_BUCKETS)]
         self._shares = [list(shares) for _ in range(_DEPTHS)]
-        self._below, self._above = _BROUGHT, 1.0
+        self._below, self._above = _TOKENS_BELOW, 1.0
 
     @property
-    def brought(self) -> float:
+    def tokens_below(self) -> float:
         """Accepted children of nodes below the root, by the nodes' drafted joint probability: a running ratio.
 
-        So a node of joint probability p brings about this times p tokens, if the draft continues below it.
+        If a draft continues below a node of joint probability p, about this times p tokens below it are accepted.
         """
         return self._below / self._above
 
@@ -50,10 +50,10 @@ class DepthCalibration:
             next_node = -1
             for child in range(node + 1, len(parents)):
                 if parents[child] == node:
-                    kept = ids[child] == token
+                    accepted = ids[child] == token
                     bucket = min(int((log_probs[node] - log_probs[child]) * _BUCKETS_A_NAT), _BUCKETS - 1)
-                    shares[bucket] += FAST * (kept - shares[bucket])
-                    if kept:
+                    shares[bucket] += FAST * (accepted - shares[bucket])
+                    if accepted:
                         next_node = child
             if next_node < 0:
                 break
@@ -97,13 +97,13 @@ class RankCalibration:
         count = nodes - 1
         self._grow(count)
         shares, seen = self._shares, self._seen
-        kept = [0] * nodes
+        accepted = [0] * nodes
         for node in path:
-            kept[node] = 1
+            accepted[node] = 1
         for place in range(count):
             times = seen[place] = seen[place] + 1
             share = shares[place]
-            shares[place] = share + (1 / (1 + times) if times < _SETTLED else FAST) * (kept[place + 1] - share)
+            shares[place] = share + (1 / (1 + times) if times < _SETTLED else FAST) * (accepted[place + 1] - share)
         for place in range(count, len(shares)):
             shares[place] += SLOW * (_UNSEEN - shares[place])
 
@@ -130,10 +130,10 @@ def best_first(shares: Sequence[float], rate: float, table_ms: Sequence[float], 
     shares: probability of each node to be accepted.   rate: tokens a millisecond.   table_ms: cost by nodes.
     """
     best, nodes = 0.0, 0
-    promised = rate * table_ms[1]  # the root's own time costs no tokens
+    expected = rate * table_ms[1]  # the root's own time costs no tokens
     for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends the loop
-        promised += share
-        gain = promised - rate * ms
+        expected += share
+        gain = expected - rate * ms
         if count == least or (count > least and gain > best):
             best, nodes = gain, count
     return nodes, best

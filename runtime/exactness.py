@@ -56,10 +56,10 @@ def settle_exactness(verifier: Verifier, identity: Identity) -> Exactness:
     may be running.
     """
     path = figures_file({**identity, "exactness": verifier.branches})
-    kept = read_figures(path)
-    found = _parsed(kept) if kept else None
-    if kept and found:
-        verifier.steps.fewest_rows = kept["fewest_rows"]
+    saved = read_figures(path)
+    found = _parsed(saved) if saved else None
+    if saved and found:
+        verifier.steps.fewest_rows = saved["fewest_rows"]
         return found
     found = measure_exactness(verifier)
     if SINGLE_ROW in found.differences:
@@ -69,11 +69,11 @@ def settle_exactness(verifier: Verifier, identity: Identity) -> Exactness:
     return found
 
 
-def _parsed(kept: dict[str, Any]) -> Exactness | None:
+def _parsed(saved: dict[str, Any]) -> Exactness | None:
     """Return the result in a file's JSON; None for any other content."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-        if kept["fewest_rows"] in (1, 2):
-            return Exactness(int(kept["compared"]), {str(k): float(v) for k, v in kept["differences"].items()})
+        if saved["fewest_rows"] in (1, 2):
+            return Exactness(int(saved["compared"]), {str(k): float(v) for k, v in saved["differences"].items()})
     return None
 
 
@@ -107,8 +107,8 @@ def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArr
     text_rows = [rows[:, base:count].copy() for rows in caches]
 
     def restore() -> None:
-        for rows, kept in zip(caches, text_rows, strict=True):
-            rows[:, base:count] = kept
+        for rows, saved in zip(caches, text_rows, strict=True):
+            rows[:, base:count] = saved
 
     def logits(tree: DraftTree, start: int) -> FloatArray:
         """Return the logits of a tree over the rows of the text."""

@@ -26,7 +26,7 @@ class Generation:
                    and ends before a stop string and before an unfinished character.
     logit_margins: lead of each token's logit over the second largest, if the caller asked for it. Above temperature 0,
                    of its logit over temperature with noise.
-    logprobs:      of each token, if the request asked for them (`redraft.runtime.sampling.truncation`).
+    logprobs:      log probability of each token, if the request asked for them (`redraft.runtime.sampling.truncation`).
     error:         why the request failed after these tokens, with the finish reason `error`.
     """
 

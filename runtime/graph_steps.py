@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from redraft import names, signatures
 from redraft.engines.device import Array, Device, byte_size
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep, StepBuffers, slot_copy
 from redraft.runtime.device_tree import TreeStore
 from redraft.runtime.steps import Limits, Steps
@@ -66,21 +66,17 @@ class GraphSteps(Steps):
         self._copy_slot = slot_copy(device, names.STEP_COPY_SLOT, state)
 
     def move(self, source: int, target: int, rows: int) -> None:
-        """Copy all rows of slot `source` to slot `target`."""
         self._copy_slot(source, target, rows)
 
     def host_kv(self) -> list[Array]:
-        """Return the keys and values of every layer, each [slots, H_kv, C, D], if the device is the host."""
         return [array_of(buffer) for buffer in self._buffers.state.values()]
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> BoundTreeStep:
-        """Return the step for such trees, from any drafter."""
         key = len(trees), self._width(len(trees), max(map(len, trees)), max(cache_len))
         step: BoundTreeStep = self._trees.get(key, lambda: BoundTreeStep(self._buffers, *key))
         return step
 
     def prefill(self, width: int, slot: int) -> BoundPrefill:
-        """Return the step for chunks of `width` tokens in a slot."""
         key = width, slot
         step: BoundPrefill = self._prefills.get(key, lambda: BoundPrefill(self._buffers, *key))
         return step

@@ -15,9 +15,8 @@ import numpy as np
 from redraft import names
 from redraft.engines.calls import Call, Calls, aligned
 from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
-from redraft.engines.host_buffer import HostBuffer, aligned_zeros, array_of
-from redraft.engines.host_device import HostDevice
-from redraft.engines.huge_pages import LARGE_PAGE_BYTES
+from redraft.engines.host_device import HostBuffer, HostDevice, aligned_zeros, array_of
+from redraft.engines.host_memory import LARGE_PAGE_BYTES
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.steps import Limits, LruCache, Pending, Steps
 from redraft.runtime.tree import Layout, is_chain, layout, root_only
@@ -82,15 +81,12 @@ class HostSteps(Steps):
         self.branches = True
 
     def move(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of slot `source` to slot `target`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
     def host_kv(self) -> list[Array]:
-        """Return the keys and values of every layer, each [slots, H_kv, C, D]."""
         return list(self.kv)
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
-        """Return the step for such trees."""
         width = max(map(len, trees))
         width = max(width, -(-self.fewest_rows // len(trees)))
         branched = self._tree_engine is not self._engine and not all(map(is_chain, trees))
@@ -178,7 +174,6 @@ class HostStep(_HostCall):
     def fill(
         self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
     ) -> None:
-        """Set the inputs of the next run."""
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
             self._place(slot, tree, rows)
         self._kv_len[0] = max(cache_len) + self.width
@@ -261,10 +256,8 @@ class HostPrefill(_HostCall):
         self._chunk = len(tokens)
 
     def run(self) -> None:
-        """Run the engine and gather features."""
         self._call.run()
         self._gather([slice(self._chunk)], range(self._slot, self._slot + 1))
 
     def outcome(self, seq: Request) -> Outcome:
-        """Return the outcome of the sampler of `seq` after the chunk."""
         return seq.sampler.verify(array_of(self.logits)[0], root_only(seq.tokens[-1]), seq.tokens)

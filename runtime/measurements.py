@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from redraft.cpus import default_threads
-from redraft.engines.tensorrt.driver import find_gpu
+from redraft.engines.gpu import find_gpu
 from redraft.errors import BackendError
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.verifier import Verifier

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from numbers import Integral, Real
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ _EXAMPLE = 'for example {"type": "object"}'
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must match.
+    """A constraint that a text must match.
 
     kind: JSON_SCHEMA, REGEX or LARK.   text: its source, for example the schema as JSON.
     Raises UsageError for a source that is not text, and for a JSON schema that is not a JSON object.
@@ -80,28 +80,41 @@ ACCEPTANCE = (COUPLED, REJECTION, BLOCK)
 SEEDS = 1 << 63
 """Seeds are below this."""
 _LARGEST = 1e30
-"""Of a bias, a temperature and a penalty, so that float32 does not overflow."""
+"""Largest bias, temperature and penalty, so that float32 does not overflow."""
 LEAST_TEMPERATURE = 1e-30
 """Temperatures between 0 and this decode as this one: float32 has no reciprocal of smaller ones."""
 
+
+class _Number(NamedTuple):
+    """A parameter that is a number. Values of other types, as NumPy's, become `kind`: theirs overflow in keys of noise.
+
+    allowed: the values that are allowed, in words.   is_allowed: true for such a value.
+    """
+
+    kind: type[int] | type[float]
+    allowed: str
+    is_allowed: Callable[[Any], bool]
+
+    def parse(self, name: str, value: Any) -> float:
+        """Return the value. Raises UsageError for another type, and for a value that is not allowed."""
+        if not isinstance(value, Integral if self.kind is int else Real):
+            raise UsageError(f"{name} must be {'a whole number' if self.kind is int else 'a number'}, not {value!r}")
+        if not self.is_allowed(value):
+            raise UsageError(f"{name} must be {self.allowed}, not {value}")
+        return self.kind(value)
+
+
 _NUMBERS = {
-    "max_tokens": Integral, "min_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
-    "min_p": Real, "repetition_penalty": Real, "presence_penalty": Real, "frequency_penalty": Real, "seed": Integral,
-}  # fmt: skip
-_CALLED = {Integral: "a whole number", Real: "a number"}
-_PLAIN: dict[type, Callable[[Any], float]] = {Integral: int, Real: float}
-"""Python's own types: NumPy's overflow in keys of noise."""
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_tokens": ("at least 1", lambda value: value >= 1),
-    "min_tokens": ("0 or above", lambda value: value >= 0),
-    "temperature": ("0 (greedy) or above, at most 1e30", lambda value: 0 <= value <= _LARGEST),
-    "top_k": ("0 (all) or above", lambda value: value >= 0),
-    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
-    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
-    "repetition_penalty": ("from 1e-30 to 1e30", lambda value: 1 / _LARGEST <= value <= _LARGEST),
-    "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
-    "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
-    "seed": ("from 0 to 2^63 - 1", lambda value: 0 <= value < SEEDS),
+    "max_tokens": _Number(int, "at least 1", lambda value: value >= 1),
+    "min_tokens": _Number(int, "0 or above", lambda value: value >= 0),
+    "temperature": _Number(float, "0 (greedy) or above, at most 1e30", lambda value: 0 <= value <= _LARGEST),
+    "top_k": _Number(int, "0 (all) or above", lambda value: value >= 0),
+    "top_p": _Number(float, "above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": _Number(float, "from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": _Number(float, "from 1e-30 to 1e30", lambda value: 1 / _LARGEST <= value <= _LARGEST),
+    "presence_penalty": _Number(float, "from -2 to 2", lambda value: -2 <= value <= 2),
+    "frequency_penalty": _Number(float, "from -2 to 2", lambda value: -2 <= value <= 2),
+    "seed": _Number(int, "from 0 to 2^63 - 1", lambda value: 0 <= value < SEEDS),
 }
 
 
@@ -158,13 +171,8 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "banned_tokens", _token_ids(self.banned_tokens, "banned_tokens"))
-        for name, kind in _NUMBERS.items():
-            value, (allowed, is_allowed) = getattr(self, name), _RANGES[name]
-            if not isinstance(value, kind):
-                raise UsageError(f"{name} must be {_CALLED[kind]}, not {value!r}")
-            if not is_allowed(value):
-                raise UsageError(f"{name} must be {allowed}, not {value}")
-            object.__setattr__(self, name, _PLAIN[kind](value))
+        for name, number in _NUMBERS.items():
+            object.__setattr__(self, name, number.parse(name, getattr(self, name)))
         for name in ("ignore_eos", "json_object"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -183,7 +191,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> Grammar | None:
-        """What the text must match. Raises UsageError if there are two, or one of another type."""
+        """The constraint that the text must match. Raises UsageError if there are two, or one of another type."""
         assert not isinstance(self.json_schema, Mapping)
         return requested_grammar(self.json_schema, self.regex, self.grammar, self.json_object)
 
@@ -225,7 +233,7 @@ class SpeculationParams:
     prediction: text or token ids that the answer will repeat in part, as a further source of drafts.
     tenant:     key of requests that may draft from each other's outputs, if the method's option keeps outputs;
                 None shares with nobody.
-    budget:     of a step. The controller `fixed` uses all of it, others at most this much.
+    budget:     limits of a step's tree. The controller `fixed` uses all of it, others at most this much.
     controller: how tree sizes are chosen: `adaptive`, `fixed`, or a rule for the length of drafts, with options after
                 commas, such as `gammatune,delta=1` (`redraft.runtime.controllers`). None is `fixed` if `budget` is set,
                 else `adaptive`.

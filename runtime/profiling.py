@@ -61,29 +61,29 @@ class RangeListener(Protocol):
         """Record that a quantity changes to `value` now."""
 
 
-class Range:
+class StageTimer:
     """A range that is entered many times, but never while it is open. `latest` is its last duration in seconds."""
 
-    __slots__ = ("_field", "_seconds", "_started", "latest", "name", "watcher")
+    __slots__ = ("_field", "_seconds", "_started", "latest", "listener", "name")
 
-    def __init__(self, name: str, clock: Clock, field: str | None, watcher: RangeListener | None) -> None:
+    def __init__(self, name: str, clock: Clock, field: str | None, listener: RangeListener | None) -> None:
         self.name = name
         self.latest = 0.0
-        self.watcher = watcher
+        self.listener = listener
         self._seconds = vars(clock)
         self._field = field
 
     def __enter__(self) -> None:
-        if self.watcher is not None:
-            self.watcher.enter(self.name)
+        if self.listener is not None:
+            self.listener.enter(self.name)
         self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         ended = time.perf_counter()
         self.latest = 0.0
         self.add(ended - self._started)
-        if self.watcher is not None:
-            self.watcher.leave(self.name, self._started, ended)
+        if self.listener is not None:
+            self.listener.leave(self.name, self._started, ended)
 
     def add(self, spent: float) -> None:
         """Add seconds to the latest time, and to the clock's field."""
@@ -97,11 +97,11 @@ class StageTimers:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.watcher: RangeListener | None = None
-        self._stages: dict[str, Range | _Nothing] = {}
-        self._calls: dict[str, Range] = {}
+        self.listener: RangeListener | None = None
+        self._stages: dict[str, StageTimer | _NoTimer] = {}
+        self._calls: dict[str, StageTimer] = {}
 
-    def stage(self, name: str) -> Range | _Nothing:
+    def stage(self, name: str) -> StageTimer | _NoTimer:
         """Return the range of a part of a step, for use in `with`.
 
         Text after a space, such as a drafter's id, distinguishes ranges that are shown under one name.
@@ -110,21 +110,21 @@ class StageTimers:
         if found is None:
             shown = name.partition(" ")[0]
             field = FIELDS.get(shown)
-            unseen = field is None and self.watcher is None
-            found = self._stages[name] = _NOTHING if unseen else Range(shown, self.clock, field, self.watcher)
+            unseen = field is None and self.listener is None
+            found = self._stages[name] = _NO_TIMER if unseen else StageTimer(shown, self.clock, field, self.listener)
         return found
 
-    def call(self, graph: str) -> Range:
+    def call(self, graph: str) -> StageTimer:
         """Return the range of an engine's call, for use in `with`."""
         found = self._calls.get(graph)
         if found is None:
-            found = self._calls[graph] = Range(ENGINE + graph, self.clock, "engine", self.watcher)
+            found = self._calls[graph] = StageTimer(ENGINE + graph, self.clock, "engine", self.listener)
         return found
 
     def waited_for(self, stage: str, seconds: float, own: float) -> None:
         """Move the time that `verify` waited for the work of `stage` to that stage.
 
-        seconds: of that work on the device.   own: seconds of the verification alone.
+        seconds: time of that work on the device.   own: time of the verification alone.
         """
         verify, other = self.stage("verify"), self.stage(stage)
         late = min(max(verify.latest - own, 0.0), seconds)
@@ -132,27 +132,27 @@ class StageTimers:
         other.add(late)
 
     def count(self, trees: Sequence[Tree], outcomes: Sequence[Outcome]) -> None:
-        """Report the verified and accepted tokens of a step to the watcher, if any."""
-        if self.watcher is not None:
-            self.watcher.count("tree nodes", sum(map(len, trees)))
-            self.watcher.count("accepted tokens", sum([outcome.accepted for outcome in outcomes]))
+        """Report the verified and accepted tokens of a step to the listener, if any."""
+        if self.listener is not None:
+            self.listener.count("tree nodes", sum(map(len, trees)))
+            self.listener.count("accepted tokens", sum([outcome.accepted for outcome in outcomes]))
 
     @contextmanager
-    def watched(self, watcher: RangeListener) -> Iterator[None]:
-        """Let `watcher` receive every range until the end of the block. Enter and leave it between two steps."""
-        self._watch(watcher)
+    def listening(self, listener: RangeListener) -> Iterator[None]:
+        """Let `listener` receive every range until the end of the block. Enter and leave it between two steps."""
+        self._listen(listener)
         try:
             yield
         finally:
-            self._watch(None)
+            self._listen(None)
 
-    def _watch(self, watcher: RangeListener | None) -> None:
-        self.watcher = watcher
+    def _listen(self, listener: RangeListener | None) -> None:
+        self.listener = listener
         self._stages, self._calls = {}, {}
 
 
-class _Nothing:
-    """A range without a watcher or a field of the clock."""
+class _NoTimer:
+    """A range without a listener or a field of the clock."""
 
     __slots__ = ()
     latest = 0.0
@@ -164,7 +164,7 @@ class _Nothing:
     def add(self, spent: float) -> None: ...
 
 
-_NOTHING = _Nothing()
+_NO_TIMER = _NoTimer()
 
 
 NVTX_DOMAIN = "redraft"
@@ -193,16 +193,13 @@ class Recording:
         self._depth = 0
 
     def enter(self, name: str) -> None:
-        """Open a range."""
         self._depth += 1
 
     def leave(self, name: str, started: float, ended: float) -> None:
-        """Record the range."""
         self._depth -= 1
         self.ranges.append(Recorded(name, started, ended, self._depth))
 
     def count(self, name: str, value: float) -> None:
-        """Record the count."""
         self.counts.append((name, time.perf_counter(), value))
 
     def write(self, file: IO[str], about: Mapping[str, Any] | None = None) -> None:
@@ -247,7 +244,6 @@ class Nvtx:
         self._domain.push_range(attributes)
 
     def leave(self, name: str, started: float, ended: float) -> None:
-        """End the range."""
         self._domain.pop_range()
 
     def count(self, name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""Which drafter and controller a request gets. Drafters are opened when a request first needs them."""
+"""The factory of speculations: it gives each request its drafter and controller, and opens drafters on first use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from redraft import names
-from redraft.engines import Bundle
-from redraft.engines.tensorrt.profiles import check_tree
+from redraft.engines import Bundle, check_tree
 from redraft.errors import UsageError
 from redraft.methods import NONE
 from redraft.runtime.adaptive import Adaptive
@@ -34,7 +33,7 @@ _ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
 
 
 class SpeculationFactory:
-    """The drafters and controllers of a runtime."""
+    """Creates the speculation of requests, and holds the drafters and controllers that they share."""
 
     def __init__(
         self, verifier: Verifier, costs: VerifyCosts, options: Mapping[str, Mapping[str, Any]], bundle: Bundle | None,
@@ -77,7 +76,7 @@ class SpeculationFactory:
         for drafter in self._drafters.values():
             drafter.forget(tenant)
 
-    def choose(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:
+    def create(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:
         """Return how requests with these parameters speculate. Raises UsageError.
 
         constrained: whether their texts must match a grammar, whose forced tokens are then drafted.

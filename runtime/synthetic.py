@@ -42,7 +42,6 @@ class SyntheticDrafter(TreeMaker):
         self._shares = acceptance.by_depth
 
     def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
-        """Return trees of the budgets' shapes."""
         return [self._tree(seq.tokens[-1], budget) for seq, budget in zip(batch, budgets, strict=True)]
 
     def _tree(self, token: int, budget: Budget) -> Tree:
@@ -69,7 +68,6 @@ class SyntheticAcceptance(Sampler):
         self._seed = seed
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: abc.Sequence[int]) -> Outcome:
-        """Accept the forced tokens."""
         return accept(tree, self.sample_likeliest(logits.argmax(axis=-1).tolist(), tree, tokens))
 
     def sample_likeliest(self, likeliest: abc.Sequence[int], tree: Tree, tokens: abc.Sequence[int]) -> list[int]:
@@ -79,8 +77,8 @@ class SyntheticAcceptance(Sampler):
         position, last = len(tokens) - 1, 0
         for depth in range(len(parents)):
             children = [node for node in range(last + 1, len(parents)) if parents[node] == last]
-            kept = depth < len(self._shares) and uniform(self._seed, position + depth) < self._shares[depth]
-            if not children or not kept:
+            accepted = depth < len(self._shares) and uniform(self._seed, position + depth) < self._shares[depth]
+            if not children or not accepted:
                 drafted = {ids[node] for node in children}
                 if target_token_ids[last] in drafted:
                     target_token_ids[last] = next(token for token in range(len(drafted) + 1) if token not in drafted)

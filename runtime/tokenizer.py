@@ -74,7 +74,7 @@ class Tokenizer:
     def encode(self, text: str, special_tokens: bool = True, name: str = "prompt") -> list[int]:
         """Return the ids of `text`; with `special_tokens`, with those that the tokenizer itself puts around a text.
 
-        name: of the text, in errors.
+        name: the name of the text in errors.
 
         An empty text becomes the beginning-of-sequence token. Raises UsageError if the tokenizer has no such token, or
         if the text came from bytes that are not UTF-8.

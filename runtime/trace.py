@@ -12,7 +12,7 @@ alone. The step in which a request fails has no line. The replay also checks cho
 source, and the number of its nodes. `choice` is `redraft.types.Choice`. Its `log_probs` are those of all nodes that
 could be verified, `looked_up` the tree's nodes that the lookup had. A tree that stayed on a device has `shares`
 instead, by which it was cut. `together` has the rate and the shares of the whole batch, by which all of its trees were
-cut. Its probabilities and shares are estimates, so the replay also compares the tokens that they promised with those
+cut. Its probabilities and shares are estimates, so the replay also compares the expected tokens with those
 that were accepted. `probed` marks a tree that is larger than the number of nodes that seems to pay. `pinned` has the
 pinned ones of the nodes that could be verified, and `least` the number of nodes that were verified at any gain.
 """
@@ -115,12 +115,12 @@ class Replay:
     """The state of a trace's replay.
 
     requests: prompt and committed tokens by request.   table_ms: the latest estimated verification costs.
-    steps: by source of their tree.
-    nodes, accepted: by source; the nodes that the lookup had count for the lookup in every tree.
-    tried, right: by source and depth: trees of at least this depth whose drafts were accepted at every depth before,
-    and those of them that were accepted at this depth too.
-    expected, kept: by source, over choices that compared costs: the accepted nodes that the estimates promised (the sum
-    of the nodes' shares), and the accepted nodes.   weighed: number of these choices.
+    steps: number of steps by source of their tree.
+    nodes, accepted: verified and accepted nodes by source. A node that the lookup had counts for it in every tree.
+    tried:    trees by source and depth that reach the depth, with drafts accepted at every depth before.
+    correct:  those of them whose draft was accepted at this depth too.
+    expected: expected accepted nodes by source, over choices that compared costs: the sum of their shares.
+    observed: the accepted nodes of the same choices.   weighed: number of these choices.
     """
 
     requests: dict[int, list[int]] = field(default_factory=dict)
@@ -129,9 +129,9 @@ class Replay:
     nodes: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     tried: Counter[tuple[str, int]] = field(default_factory=Counter)
-    right: Counter[tuple[str, int]] = field(default_factory=Counter)
+    correct: Counter[tuple[str, int]] = field(default_factory=Counter)
     expected: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    kept: Counter[str] = field(default_factory=Counter)
+    observed: Counter[str] = field(default_factory=Counter)
     weighed: int = 0
 
     @property
@@ -140,9 +140,9 @@ class Replay:
         return 1 + sum(self.expected.values()) / self.weighed if self.weighed else 0.0
 
     @property
-    def brought_tokens(self) -> float:
-        """Tokens a step that the same steps brought."""
-        return 1 + self.kept.total() / self.weighed if self.weighed else 0.0
+    def observed_tokens(self) -> float:
+        """Tokens a step that the same steps committed."""
+        return 1 + self.observed.total() / self.weighed if self.weighed else 0.0
 
     def conditional_acceptance(self, source: str) -> list[float]:
         """Return the shares of a source's drafts by depth that are accepted if they were at every depth before.
@@ -150,7 +150,7 @@ class Replay:
         Depth 1 comes first. As in Table 1 of the Lyanna paper, a depth counts if the tree reaches it.
         """
         depths = sorted(depth for name, depth in self.tried if name == source)
-        return [self.right[source, depth] / self.tried[source, depth] for depth in depths]
+        return [self.correct[source, depth] / self.tried[source, depth] for depth in depths]
 
 
 def replay(lines: Iterable[str]) -> Replay:
@@ -200,7 +200,7 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
     played.steps[source] += 1
     for depth in range(1, min(len(path) + 1, max(depths_of(values["parents"]))) + 1):
         played.tried[source, depth] += 1
-        played.right[source, depth] += len(path) >= depth
+        played.correct[source, depth] += len(path) >= depth
     shares = _shares(values)
     played.weighed += bool(shares)
     for node in range(1, len(values["tokens"])):
@@ -209,7 +209,7 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
         played.accepted[owner] += node in path
         if shares:
             played.expected[owner] += shares[node]
-            played.kept[owner] += node in path
+            played.observed[owner] += node in path
 
 
 def _shares(values: dict[str, Any]) -> list[float]:

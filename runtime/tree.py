@@ -122,17 +122,18 @@ def prune(tree: Tree, nodes: int) -> Tree:
     keep = sorted(sorted(range(len(tree)), key=ranks.__getitem__, reverse=True)[: nodes + 1])
     if keep[-1] == nodes:
         return tree.first(nodes)
-    return _part(tree, keep)
+    return part_of(tree, keep)
 
 
-def _part(tree: Tree, keep: list[int]) -> DraftTree:
-    """Return the nodes `keep` of a tree on the host: the root, and nodes whose parents are kept."""
-    assert isinstance(tree, DraftTree)
+def part_of(tree: Tree, keep: list[int]) -> DraftTree:
+    """Return the nodes `keep` of a tree on the host, in their order: the root, and nodes whose parents stay too."""
     place = np.zeros(len(tree), np.int64)
     place[keep] = np.arange(len(keep))
     parents = place[tree.parents[keep]]
     parents[0] = -1
-    return tree.part(keep, parents)
+    if isinstance(tree, DraftTree):
+        return tree.part(keep, parents)
+    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
 
 
 def merge(first: Tree, second: Tree) -> Tree:
@@ -204,8 +205,8 @@ def cut(tree: Tree, limits: StepLimits, nodes: int) -> Tree:
     budget = limits.budget
     if budget.width < len(tree) - 1 and not tree.on_device:  # two trees within a budget may be wider when merged
         tree = within(tree, Budget(len(tree), budget.depth, budget.width))
-    kept = prune(tree, min(nodes, budget.nodes))
-    return exact_part(kept, limits.cache_len, limits.branches, limits.block_rows)
+    likeliest = prune(tree, min(nodes, budget.nodes))
+    return exact_part(likeliest, limits.cache_len, limits.branches, limits.block_rows)
 
 
 def join(found: Tree, made: Tree | None, limits: StepLimits, nodes: int) -> Tree:
@@ -219,14 +220,14 @@ def join(found: Tree, made: Tree | None, limits: StepLimits, nodes: int) -> Tree
         joined = found if made is None else made if len(found) == 1 else merge(found, made)
         return cut(joined, limits, nodes)
     made = cut(made, limits, nodes)
-    room = min(nodes, limits.budget.nodes) - (len(found) - 1)
-    if room < 1 or len(made) == 1:
+    space = min(nodes, limits.budget.nodes) - (len(found) - 1)
+    if space < 1 or len(made) == 1:
         return cut(found, limits, nodes)
-    rows = len(found) + min(room, len(made) - 1)
+    rows = len(found) + min(space, len(made) - 1)
     fits = limits.block_rows is None or limits.cache_len % limits.block_rows + rows <= limits.block_rows
     if len(found) == 1 or not (limits.branches and fits and _level_bound(found, made) <= limits.budget.width):
         return made
-    return merge(found, made.first(room))
+    return merge(found, made.first(space))
 
 
 def _level_bound(first: Tree, second: Tree) -> int:
@@ -245,17 +246,17 @@ def within(tree: Tree, budget: Budget) -> Tree:
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree
     parents, ranks = tree.parents.tolist(), _ranks(tree, budget.nodes)
-    depths, levels, kept = [0] * len(tree), [0] * (len(tree) + 1), {0}
+    depths, levels, stays = [0] * len(tree), [0] * (len(tree) + 1), {0}
     nodes = range(1, len(tree))
     for node in nodes if tree.cut_at_end else sorted(nodes, key=ranks.__getitem__, reverse=True):
         parent = parents[node]
         depth = depths[node] = depths[parent] + 1
-        if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(kept) <= budget.nodes:
+        if parent in stays and depth <= budget.depth and levels[depth] < budget.width and len(stays) <= budget.nodes:
             levels[depth] += 1
-            kept.add(node)
-    if len(kept) == len(tree):
+            stays.add(node)
+    if len(stays) == len(tree):
         return tree
-    return _part(tree, sorted(kept))
+    return part_of(tree, sorted(stays))
 
 
 def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | None) -> Tree:
@@ -293,4 +294,4 @@ def likeliest_chain(tree: Tree) -> DraftTree:
     path = [0]
     while children := [node for node in range(path[-1] + 1, len(parents)) if parents[node] == path[-1]]:
         path.append(children[0] if tree.cut_at_end else max(children, key=log_probs.__getitem__))
-    return _part(tree, path)
+    return part_of(tree, path)

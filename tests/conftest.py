@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
 from tests.little import Redraft, write_checkpoint
@@ -35,6 +37,35 @@ PACKAGES = {
     "train": "redraft/train",
 }
 """Folders of the sources and their names in the wheel."""
+
+
+Once = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Write a folder once in a whole run, in the process that asks first; for reading only.
+
+    `once(write, *arguments, **options)` returns a folder that `write(folder, *arguments, **options)` filled. Calls with
+    equal arguments share it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    written = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
+    written.mkdir(exist_ok=True)
+
+    def call(write: Callable[..., object], *arguments: object, **options: object) -> Path:
+        key = f"{write.__module__}.{write.__qualname__} {arguments!r} {sorted(options.items())!r}"
+        folder = written / f"{write.__name__}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        finished = folder.with_suffix(".finished")
+        with FileLock(folder.with_suffix(".lock")):
+            if not finished.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                write(folder, *arguments, **options)
+                finished.touch()
+        return folder
+
+    return call
 
 
 @pytest.fixture(scope="session")
@@ -68,11 +99,11 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lyanna_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lyanna_bundle(once: Once) -> Path:
     """A bundle with a random drafter, for reading only."""
     from tests.runtime.lyanna_bundle import write_lyanna_bundle
 
-    return write_lyanna_bundle(tmp_path_factory.mktemp("lyanna"))
+    return once(write_lyanna_bundle) / "engines"
 
 
 @pytest.fixture(scope="session")
@@ -119,15 +150,24 @@ def redraft(cache_of_tests: Path) -> Redraft:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(once: Once) -> Path:
     """A checkpoint, for reading only."""
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "little")
+    return once(_write_little) / "little"
+
+
+def _write_little(folder: Path) -> None:
+    write_checkpoint(folder / "little")
 
 
 @pytest.fixture(scope="session")
-def bundle(checkpoint: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(checkpoint: Path, once: Once) -> Path:
     """A bundle of `checkpoint`, for reading only."""
-    out = tmp_path_factory.mktemp("engines") / "little"
-    result = redraft("build", checkpoint, "-o", out, "--eval-text", "none")
-    assert result.returncode == 0, result.stderr
-    return out
+    return once(_build_little, checkpoint) / "little"
+
+
+def _build_little(folder: Path, checkpoint: Path) -> None:
+    from redraft.assembly.bundle import build_bundle
+    from redraft.assembly.models import Model
+    from redraft.config import BuildConfig
+
+    build_bundle(Model("little", str(checkpoint), checkpoint), BuildConfig(), folder / "little")

@@ -40,7 +40,7 @@ def check(tree: Path, target: str, *variables: str) -> subprocess.CompletedProce
         ("export/planted.py", "import redraft.engines"),
         ("train/planted.py", "import redraft.runtime"),
         ("bench/planted.py", "import redraft.cli"),
-        ("bench/planted.py", "import experiments.timing"),
+        ("bench/planted.py", "import experiments.lookups"),
         ("assembly/planted.py", "import redraft.cli"),
         ("runtime/planted.py", "import redraft.assembly"),
         ("redraft/errors.py", "import redraft.engines"),

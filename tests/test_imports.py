@@ -10,7 +10,7 @@ import pytest
 
 EXTRAS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime_genai",
           "llama_cpp", "openvino_genai", "matplotlib", "nvtx", "optimum", "polygraphy", "cuda")  # fmt: skip
-_TENSORRT = ("expand", "memory", "merge", "native", "operators", "prepare", "rewrite", "stage")
+_TENSORRT = ("expand", "memory", "native", "operators", "prepare", "stage")
 BUILD_TIME = ("redraft.engines.lowering", *(f"redraft.engines.tensorrt.{name}" for name in _TENSORRT))
 """Modules that write graphs when a bundle is built; nothing deployed may need them."""
 HEAVY = (*EXTRAS, "onnxruntime", "numpy", "tokenizers")

@@ -10,7 +10,7 @@ import pytest
 
 from redraft.methods import METHODS, NGRAM, NONE
 
-FOLDERS = ("assembly", "bench", "cli", "engines", "experiments", "export", "plugins", "redraft", "runtime", "train")
+FOLDERS = ("assembly", "bench", "cli", "engines", "export", "plugins", "redraft", "runtime", "train")
 REGISTRY = "redraft/methods/__init__.py"
 WORDS = tuple(name for name in METHODS if name not in (NONE, NGRAM))
 """The methods that the test searches for.
@@ -26,26 +26,19 @@ EXCEPTIONS = {
     "draft_model": dict.fromkeys(
         ("bench/peers/llamacpp.py", "bench/peers/openvino.py"), "calls a peer that has an argument of this name"
     ),
-    "eagle": {
-        "experiments/lyanna/latency.py": "times the form of its drafts next to another method's",
-        **PUBLISHED,
-    },
+    "eagle": PUBLISHED,
     "eagle2": PUBLISHED,
     "eagle3": PUBLISHED,
     "hass": PUBLISHED,
-    "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
-    "suffix": {"experiments/lookups.py": "measures this method next to predictions"},
     "mtp": dict.fromkeys(
         (
-            "experiments/lyanna/__main__.py", "experiments/multi_head/publish.py", "experiments/tiny/card.py",
-            "experiments/tiny/evaluate.py", "experiments/tiny/objective.py", "experiments/tiny/publish.py",
-            "experiments/tiny/recipe.py", "export/checkpoint/safetensors.py", "train/drafter_config.py",
-            "train/mtp.py", "train/objectives/lyanna.py",
+            "export/checkpoint/safetensors.py", "train/drafter_config.py", "train/mtp.py",
+            "train/objectives/lyanna.py",
         ),
         "trains, stores or begins with the module that a verifier may have, whatever drafts with it",
     ),
 }  # fmt: skip
-"""By method, shared files that still name it, and why. Add only experiments for a new method."""
+"""By method, shared files that still name it, and why. Add none for a new method."""
 
 
 def own_files(method: str) -> re.Pattern[str]:
@@ -53,7 +46,7 @@ def own_files(method: str) -> re.Pattern[str]:
     name = re.escape(method)
     return re.compile(
         rf"redraft/methods/{name}(_\w+)?\.py|export/drafters/{name}(_\w+)?\.py|train/objectives/{name}(_\w+)?\.py"
-        rf"|runtime/drafters/{name}(_\w+)?\.py|experiments/{name}/\w+\.py"
+        rf"|runtime/drafters/{name}(_\w+)?\.py"
     )
 
 

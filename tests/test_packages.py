@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.engines.tensorrt.products import PACKAGE, TENSORRT
+from redraft.engines.tensorrt.target import PACKAGE, TENSORRT
 from redraft.packages import extra_of, gpu_requirement, package_version
 
 

@@ -1,12 +1,236 @@
-"""The portable graphs lowered to ONNX Runtime's CPU kernels, so that a row's bits depend on its own sequence only.
+"""Whole graphs lowered for ONNX Runtime's CPU kernels. They share their weights with the portable graph.
 
-order.py    rows in the order of their positions, which gives a tree a chain's numbers
-batch.py    redraft::TreeAttention -> products and a softmax, any batch
-single.py   redraft::TreeAttention -> com.microsoft.GroupQueryAttention, one sequence, rotation inside it
-noise.py    redraft::AddNoise -> the hash in int32, skipped if no sequence of a call has noise
-graphs.py   whole graphs: the attentions above, and fused Add with RMSNormalization
+redraft::TreeAttention        -> see `batch` and `single`
+redraft::AddNoise             -> see `noise`
+Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
 """
 
-from redraft.engines.lowering.graphs import lower_any, lower_batch, lower_chain, lower_single
+from __future__ import annotations
 
-__all__ = ["lower_any", "lower_batch", "lower_chain", "lower_single"]
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import tape
+from onnx_ir.convenience import replace_nodes_and_values
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    RemoveUnusedFunctionsPass,
+    RemoveUnusedNodesPass,
+    TopologicalSortPass,
+)
+
+from redraft import names, noise_spec
+from redraft.engines.bundle import single_chain
+from redraft.engines.drafters import single_chain_outputs, single_sequence
+from redraft.engines.lowering.batch import BatchAttention
+from redraft.engines.lowering.nodes import MICROSOFT, Nodes
+from redraft.engines.lowering.single import (
+    ChainAttention,
+    SingleAttention,
+    attribute,
+    fits_chain,
+    fits_single,
+)
+from redraft.engines.manifest import GraphRecord
+
+
+def lower_batch(folder: Path, portable: GraphRecord, name: str = names.VERIFIER_BATCH) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, the lowered form of a decoder's graph `portable`, for any batch.
+
+    Returns its record. Writes nothing and returns None if the graph has no attention.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions:
+        return None
+    lower_noise(model)
+    lowered = BatchAttention(model.graph)
+    for node in attentions:
+        lowered.lower(node)
+    return _save(model, folder, GraphRecord(f"{name}.onnx", portable.inputs, portable.outputs))
+
+
+def lower_single(
+    folder: Path, portable: GraphRecord, exact: bool = True, name: str = "", chains: bool = False
+) -> GraphRecord | None:
+    """Write `folder`/verifier.single.onnx, the lowered form of its graph `portable`, for chains of one sequence.
+
+    exact: True if its logits equal those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
+    trees too and is faster for both.   name: of the file, for another decoder's graph.   chains: True if that graph
+    takes no trees. Returns its record. Writes nothing and returns None if a layer does not fit the kernel.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions or not all(map(fits_single, attentions)):
+        return None
+    _fix_batch(model.graph)
+    lower_noise(model)
+    lowered = SingleAttention(model.graph, exact, chains)
+    for node in attentions:
+        lowered.lower(node)
+    if exact:
+        _drop_input(model.graph, names.TREE_MASK)
+    name = name or (names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST)
+    inputs = single_chain(portable.inputs) if exact else single_sequence(portable.inputs)
+    outputs = single_sequence(portable.outputs)
+    return _save(model, folder, GraphRecord(f"{name}.onnx", inputs, outputs))
+
+
+def lower_chain(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, the lowered form of a drafter's graph, like `lower_single`.
+
+    Its rows are a causal chain. Every node writes to the buffers in place: nodes after the first have their own outputs
+    over the same inputs.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions or not all(map(fits_chain, attentions)):
+        return None
+    _fix_batch(model.graph)
+    lower_noise(model)
+    lowered = ChainAttention(model.graph)
+    for number, node in enumerate(attentions):
+        _write_in_place(model.graph, lowered.lower(node), number, last=node is attentions[-1])
+    outputs = single_chain_outputs(portable.outputs, len(attentions))
+    return _save(model, folder, GraphRecord(f"{name}.onnx", single_sequence(portable.inputs), outputs))
+
+
+def lower_any(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, a drafter's graph with the CPU's form of the noise alone, for any batch.
+
+    Returns its record. Writes nothing and returns None if the graph adds no noise.
+    """
+    model = ir.load(folder / portable.file)
+    if not lower_noise(model):
+        return None
+    TopologicalSortPass()(model)
+    record = GraphRecord(f"{name}.onnx", portable.inputs, portable.outputs)
+    ir.save(model, folder / record.file)
+    return record
+
+
+def _attentions(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
+
+
+def _save(model: ir.Model, folder: Path, record: GraphRecord) -> GraphRecord:
+    for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
+        _fuse_residual(model.graph, node)
+    model.opset_imports[MICROSOFT] = 1
+    tidies = (RemoveUnusedNodesPass, RemoveUnusedFunctionsPass, TopologicalSortPass, CommonSubexpressionEliminationPass)
+    for tidy in tidies:
+        tidy()(model)
+    ir.save(model, folder / record.file)
+    return record
+
+
+def _drop_input(graph: ir.Graph, name: str) -> None:
+    graph.inputs.remove(next(value for value in graph.inputs if value.name == name))
+
+
+def _fix_batch(graph: ir.Graph) -> None:
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([1 if dim == "B" else dim for dim in value.shape])
+
+
+def _write_in_place(graph: ir.Graph, fused: ir.Node, number: int, last: bool) -> None:
+    """Let a node of a chain of updates read the graph's own buffers and output its updates in place.
+
+    In-place updates through inner values would be copies, since only the graph's inputs and outputs are bound.
+    """
+    caches = {value.name: value for value in graph.inputs}
+    for place, name in ((3, names.key_cache(0)), (4, names.value_cache(0))):
+        cache, written = caches[name], fused.outputs[place - 2]
+        fused.replace_input_with(place, cache)
+        if last:
+            continue
+        written.name = f"{names.present(name)}.{number}"
+        written.shape, written.type = cache.shape, cache.type
+        graph.outputs.append(written)
+
+
+def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
+    """Fuse Add and RMSNormalization over the last axis into one node that outputs the sum and its norm.
+
+    The kernel takes only summands of [B, T, n], so a bias or a scalar summand is not fused.
+    """
+    total = norm.inputs[0]
+    add = total.producer() if total is not None else None
+    if total is None or add is None or add.op_type != "Add" or attribute(norm, "axis", -1) != -1:
+        return
+    if any(x is not None and x.shape is not None and x.shape.rank() != 3 for x in add.inputs):
+        return
+    epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
+    fused = ir.node(
+        "SkipSimplifiedLayerNormalization",
+        [*add.inputs, norm.inputs[1]],
+        {"epsilon": epsilon},
+        domain=MICROSOFT,
+        num_outputs=4,
+    )
+    for unused in fused.outputs[1:3]:
+        unused.name = ""
+    normed, _, _, summed = fused.outputs
+    replace_nodes_and_values(graph, norm, [norm, add], [fused], [norm.outputs[0], total], [normed, summed])
+
+
+def lower_noise(model: ir.Model) -> bool:
+    """Lower every AddNoise node in place. Returns False if there is none. The graph must be sorted afterwards."""
+    found = [node for node in model.graph if node.op_type == names.ADD_NOISE]
+    if not found:
+        return False
+    identifier = next(known for known, function in model.functions.items() if function.name == names.TOKEN_HASHES)
+    model.functions[identifier] = _hashes(model.functions[identifier].opset_imports)
+    nodes = Nodes(model.graph, "noise")
+    for node in found:
+        _skip_without_noise(model.graph, nodes, node)
+    RemoveUnusedFunctionsPass()(model)
+    return True
+
+
+def _skip_without_noise(graph: ir.Graph, nodes: Nodes, node: ir.Node) -> None:
+    inputs = [value for value in node.inputs if value is not None]
+    largest = nodes.node("ReduceMax", [inputs[1]], keepdims=0)
+    (noisy,) = nodes.choose(
+        nodes.node("Greater", [largest, nodes.constant(np.float32(0))]),
+        lambda: [nodes.node(node.op_type, inputs, node.domain)],
+        lambda: [nodes.node("Identity", inputs[:1])],
+    )
+    replace_nodes_and_values(graph, node, [node], [], node.outputs, [noisy])
+
+
+def _hashes(opsets: Mapping[str, int]) -> ir.Function:
+    """Return the function TokenHashes: keys [B, S, 2] and ids [H] to hashes, uint32 [B, S, H].
+
+    ONNX Runtime multiplies int32 but not uint32, and shifts uint32 but not int32.
+    """
+    builder = tape.Tape()
+
+    def op(name: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        return builder.op(name, inputs, attributes)
+
+    def constant(value: int, dtype: type[np.generic] = np.int32) -> ir.Value:
+        return op("Constant", value=ir.tensor(np.array(value, dtype)))
+
+    def cast(value: ir.Value, to: ir.DataType) -> ir.Value:
+        return op("Cast", value, to=to)
+
+    def quadratic(x: ir.Value) -> ir.Value:
+        square = op("Mul", x, x)
+        return op("Add", x, op("Add", square, square))
+
+    keys, ids = ir.Value(name="keys"), ir.Value(name="ids")
+    signed, unsigned = ir.DataType.INT32, ir.DataType.UINT32
+    first, second = builder.op_multi_out("Split", [cast(keys, signed)], {"axis": 2, "num_outputs": 2}, num_outputs=2)
+    x = quadratic(op("Add", op("Mul", cast(ids, signed), constant(noise_spec.FIRST)), first))
+    high = op("BitShift", cast(x, unsigned), constant(noise_spec.SHIFT, np.uint32), direction="RIGHT")
+    x = op("Add", x, cast(high, signed))
+    x = cast(quadratic(op("Add", op("Mul", x, constant(noise_spec.SECOND)), second)), unsigned)
+    for number, value in enumerate(value for node in builder.nodes for value in node.outputs):
+        value.name = f"value.{number}"
+    graph = ir.Graph([keys, ids], [x], nodes=builder.nodes, opset_imports=dict(opsets))
+    return ir.Function(names.TREE_ATTENTION_DOMAIN, names.TOKEN_HASHES, graph=graph, attributes=[])

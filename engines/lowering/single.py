@@ -65,13 +65,8 @@ class SingleAttention:
         if self._exact:
             attributes["qk_output"] = _BEFORE_SOFTMAX
             source = tuple(value and self._nodes.node("Expand", [value, self._twice]) for value in source)
-        fused = ir.node(
-            "GroupQueryAttention",
-            [*source, *node.inputs[3:5], self._last, self._total, *tables, self._bias(node)],
-            attributes,
-            domain=MICROSOFT,
-            num_outputs=4 if self._exact else 3,
-        )
+        inputs = [*source, *node.inputs[3:5], self._last, self._total, *tables, self._bias(node)]
+        fused = _attention(inputs, attributes, outputs=4 if self._exact else 3)
         for value, name in zip(fused.outputs, ("rows", "keys", "values", "scores"), strict=False):
             value.name = f"{node.outputs[0].name}.{name}"
         self._graph.insert_before(node, fused)
@@ -85,14 +80,12 @@ class SingleAttention:
         key = attribute(node, "window", 0), attribute(node, "chunk", 0)
         if self._chains and not any(key):
             return None
-        if key not in self._biases:
-            self._biases[key] = self._near(*key) if self._chains else self._in_tree(*key)
+        if key not in self._biases and self._chains:
+            visible = Columns(self._nodes, self._columns_count).visible(self._positions, *key)
+            self._biases[key] = shown(self._nodes, visible)
+        elif key not in self._biases:
+            self._biases[key] = self._in_tree(*key)
         return self._biases[key]
-
-    def _near(self, window: int, chunk: int) -> ir.Value:
-        """Return a chain's rows within window and chunk."""
-        visible = Columns(self._nodes, self._columns_count).visible(self._positions, window, chunk)
-        return self._shown(visible)
 
     def _in_tree(self, window: int, chunk: int) -> ir.Value:
         """Return a node's ancestors and all committed rows, within window and chunk."""
@@ -101,18 +94,16 @@ class SingleAttention:
         tokens = make("Shape", [self._positions], start=1, end=2)
         behind = make("Sub", [self._columns_count, make("Add", [self._past, tokens])])
         pads = make("Concat", [three, self._past, three, behind], axis=0)
-        bias = make("Pad", [self._shown(make("Unsqueeze", [self._nodes.inputs[names.TREE_MASK], constant([1])])), pads])
+        bias = make(
+            "Pad", [shown(self._nodes, make("Unsqueeze", [self._nodes.inputs[names.TREE_MASK], constant([1])])), pads]
+        )
         if not window and not chunk:
             return bias
         committed = make("Unsqueeze", [numbers(self._nodes, self._past), constant([0])])
         at = make("Concat", [committed, self._positions, constant([[0]])], axis=1)
-        at = make(
-            "Slice", [at, constant([0]), self._columns_count, constant([1])]
-        )  # positions of the columns [1, total]
-        rows, columns = (
-            make("Unsqueeze", [self._positions, constant([1, 3])]),
-            make("Unsqueeze", [at, constant([1, 2])]),
-        )
+        at = make("Slice", [at, constant([0]), self._columns_count, constant([1])])  # of the columns, [1, total]
+        rows = make("Unsqueeze", [self._positions, constant([1, 3])])
+        columns = make("Unsqueeze", [at, constant([1, 2])])
         if window:
             near = make("Less", [make("Sub", [rows, columns]), constant(window)])
             bias = make("Where", [near, bias, constant(HIDDEN)])
@@ -121,10 +112,14 @@ class SingleAttention:
             bias = make("Where", [near, bias, constant(HIDDEN)])
         return bias
 
-    def _shown(self, visible: ir.Value) -> ir.Value:
-        """Return 0 for visible rows, HIDDEN for others, [1, 1, T, S]."""
-        shown = self._nodes.constant(np.zeros((1, 1, 1, 1), np.float32))
-        return self._nodes.node("Where", [visible, shown, self._nodes.constant(HIDDEN)])
+
+def shown(nodes: Nodes, visible: ir.Value) -> ir.Value:
+    """Return 0 for visible rows, HIDDEN for others."""
+    return nodes.node("Where", [visible, nodes.constant(np.zeros((1, 1, 1, 1), np.float32)), nodes.constant(HIDDEN)])
+
+
+def _attention(inputs: list[ir.Value | None], attributes: dict[str, Any], outputs: int) -> ir.Node:
+    return ir.node("GroupQueryAttention", inputs, attributes, domain=MICROSOFT, num_outputs=outputs)
 
 
 def fits_single(node: ir.Node) -> bool:
@@ -163,13 +158,7 @@ class ChainAttention:
         last, total = (make("Cast", [rows], to=ir.DataType.INT32) for rows in (last, total))
         tables = [*rotary, None] if rotary else [None, None, None]
         sinks = node.inputs[names.TREE_ATTENTION_INPUTS :]
-        fused = ir.node(
-            "GroupQueryAttention",
-            [*source, *node.inputs[3:5], last, total, *tables, bias, *sinks],
-            attributes,
-            domain=MICROSOFT,
-            num_outputs=3,
-        )
+        fused = _attention([*source, *node.inputs[3:5], last, total, *tables, bias, *sinks], attributes, outputs=3)
         replace_nodes_and_values(self._graph, node, [node], [fused], node.outputs, fused.outputs)
         return fused
 
@@ -178,9 +167,8 @@ class ChainAttention:
         make, constant = self._nodes.node, self._nodes.constant
         mask = node.inputs[5]
         assert mask is not None
-        mask = make("Unsqueeze", [mask, constant([1])])
-        shown = make("Where", [mask, constant(np.zeros((1, 1, 1, 1), np.float32)), constant(HIDDEN)])
-        return make("Pad", [shown, make("Concat", [constant([0, 0, 0]), past, constant([0, 0, 0, 0])], axis=0)])
+        bias = shown(self._nodes, make("Unsqueeze", [mask, constant([1])]))
+        return make("Pad", [bias, make("Concat", [constant([0, 0, 0]), past, constant([0, 0, 0, 0])], axis=0)])
 
 
 def fits_chain(node: ir.Node) -> bool:

@@ -6,27 +6,54 @@ the graph sets the types. Precision flags are not needed, and 11 has none.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft import names
 from redraft.engines.tensorrt.plugin import load_plugin
 from redraft.engines.tensorrt.records import Profile
-from redraft.engines.tensorrt.signature import network_differences
-from redraft.engines.tensorrt.target import Target, import_tensorrt
+from redraft.engines.tensorrt.target import UNKNOWN_REASON, Target, import_tensorrt, product_logger
 from redraft.errors import BackendError
 from redraft.interrupts import interrupts_deferred
-from redraft.names import TensorSpec
+from redraft.names import Dtype, TensorSpec
 from redraft.user_cache import write_bytes
+
+TYPES: Mapping[Dtype, str] = {
+    "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8", "uint8": "UINT8", "float32": "FLOAT",
+    "float16": "HALF", "bfloat16": "BF16",
+}  # fmt: skip
+"""Names of TensorRT's DataType by ours."""
+
+
+def differences(
+    tensorrt: Any, found: Mapping[str, Any], inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> Iterator[str]:
+    """Yield lines on tensors that differ in name or type. Inputs that nothing reads may be missing.
+
+    found: TensorRT's types by name.
+    """
+    unknown = dict(found)
+    for spec in (*inputs, *outputs):
+        if spec.name not in unknown:
+            if spec in outputs:
+                yield f"expected tensor {spec.name}, found none"
+            continue
+        dtype = unknown.pop(spec.name)
+        if dtype != getattr(tensorrt.DataType, TYPES[spec.dtype]):
+            yield f"expected {spec.name} {spec.dtype}, found {dtype}"
+    updated = {spec.in_place_of for spec in outputs}
+    for name in sorted(unknown):
+        if names.linked(name) not in updated:
+            yield f"unexpected tensor {name}"
+
 
 WORKSPACE_BYTES = 1 << 30
 """Scratch memory that the builder may let one engine use."""
 _REFUSALS = (RuntimeError, TypeError)
 """TensorRT's bindings raise a RuntimeError for refused values, and pybind11 a TypeError for an object that is null."""
 _MESSAGE_CHARACTERS = 300
-_LOG = logging.getLogger("redraft.tensorrt")
 
 
 @dataclass(frozen=True)
@@ -86,26 +113,24 @@ def build_engine(build: EngineBuild) -> memoryview:
     if build.plugin is not None:
         load_plugin(build.plugin, tensorrt)
     logger = product_logger(tensorrt)
-    logger.errors.clear()
-    with interrupts_deferred() as came:
+    logger.last_error = ""
+    with interrupts_deferred() as interrupts:
         try:
-            engine = _built(tensorrt, build, logger, came)
+            engine = _built(tensorrt, build, logger, interrupts)
         except _REFUSALS as error:
-            raise _refusal(build, logger.errors[-1] if logger.errors else str(error)) from error
+            raise _refusal(build, logger.last_error or str(error)) from error
     return memoryview(engine)
 
 
-def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) -> Any:
+def _built(tensorrt: Any, build: EngineBuild, logger: Any, interrupts: Sequence[int]) -> Any:
     builder = tensorrt.Builder(logger)
     network, _parser = parse(tensorrt, builder, logger, build)
     config, settings = builder.create_builder_config(), build.settings
     config.clear_flag(tensorrt.BuilderFlag.TF32)  # which TensorRT sets, and which rounds float32
     config.profiling_verbosity = tensorrt.ProfilingVerbosity.DETAILED
-    profiles = [_profile(builder.create_optimization_profile(), profile, network) for profile in build.profiles]
-    for profile in profiles:
-        config.add_optimization_profile(profile)
-    lines = network_differences(tensorrt, network, build.inputs, build.outputs, build.profiles, profiles)
-    if problem := next(lines, None):
+    for profile in build.profiles:
+        config.add_optimization_profile(_set_ranges(builder.create_optimization_profile(), profile, network))
+    if problem := next(differences(tensorrt, _tensor_types(network), build.inputs, build.outputs), None):
         raise _refusal(build, problem)
     config.set_memory_pool_limit(tensorrt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
     config.max_aux_streams = settings.max_aux_streams
@@ -113,7 +138,7 @@ def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) 
         config.set_flag(tensorrt.BuilderFlag.VERSION_COMPATIBLE)
     if build.embed_plugin and build.plugin is not None:
         config.plugins_to_serialize = [str(build.plugin)]
-    config.progress_monitor = _monitor(tensorrt, came)
+    config.progress_monitor = _monitor(tensorrt, interrupts)
     if build.target.product.ahead:
         config.num_compute_capabilities = 1
         name = f"SM{build.target.compute_capability.replace('.', '')}"
@@ -123,7 +148,7 @@ def _built(tensorrt: Any, build: EngineBuild, logger: Any, came: Sequence[int]) 
         config.set_timing_cache(config.create_timing_cache(times), False)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise _refusal(build, _last(logger))
+        raise _refusal(build, logger.last_error or UNKNOWN_REASON)
     if not build.target.product.ahead:
         write_bytes(build.timing_cache, memoryview(config.get_timing_cache().serialize()))
     return engine
@@ -138,21 +163,26 @@ def parse(tensorrt: Any, builder: Any, logger: Any, build: EngineBuild) -> tuple
     parser = tensorrt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(build.graph)):
         first = parser.get_error(0) if parser.num_errors else None
-        said = f"node {first.node_name()!r} ({first.node_operator()}): {first.desc()}" if first else _last(logger)
-        raise _refusal(build, said)
+        line = logger.last_error or UNKNOWN_REASON
+        if first:
+            line = f"node {first.node_name()!r} ({first.node_operator()}): {first.desc()}"
+        raise _refusal(build, line)
     return network, parser
 
 
-def _last(logger: Any) -> str:
-    return str(logger.errors[-1]) if logger.errors else "no reason given"
+def _tensor_types(network: Any) -> dict[str, Any]:
+    """Return TensorRT's types of a network's inputs and outputs by name."""
+    inputs = [network.get_input(number) for number in range(network.num_inputs)]
+    outputs = [network.get_output(number) for number in range(network.num_outputs)]
+    return {tensor.name: tensor.dtype for tensor in (*inputs, *outputs)}
 
 
-def _refusal(build: EngineBuild, said: str) -> BackendError:
-    line = " ".join(said.split())[:_MESSAGE_CHARACTERS]
+def _refusal(build: EngineBuild, reason: str) -> BackendError:
+    line = " ".join(reason.split())[:_MESSAGE_CHARACTERS]
     return BackendError(f"{build.target.product.title} cannot build {build.graph.name}: {line}", "see its log above")
 
 
-def _profile(made: Any, profile: Profile, network: Any) -> Any:
+def _set_ranges(target: Any, profile: Profile, network: Any) -> Any:
     """Set a profile's ranges: of shapes, and of the values of inputs that are sizes."""
     values = {
         value.name
@@ -160,47 +190,21 @@ def _profile(made: Any, profile: Profile, network: Any) -> Any:
         if value.is_shape_tensor
     }
     for name, sizes in profile.inputs.items():
-        put = made.set_shape_input if name in values else made.set_shape
+        put = target.set_shape_input if name in values else target.set_shape
         put(name, sizes.min, sizes.opt, sizes.max)
-    return made
+    return target
 
 
-def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
+def _monitor(tensorrt: Any, interrupts: Sequence[int]) -> Any:
     """Stops the build at the next step after an interrupt. TensorRT drops exceptions of Python callbacks."""
 
     def begin(monitor: object) -> None:
         tensorrt.IProgressMonitor.__init__(monitor)
 
     def go_on(monitor: object, phase: str, step: int) -> bool:
-        return not came
+        return not interrupts
 
     def nothing(monitor: object, *phase: object) -> None: ...
 
     methods = {"__init__": begin, "phase_start": nothing, "step_complete": go_on, "phase_finish": nothing}
     return type("Monitor", (tensorrt.IProgressMonitor,), methods)()
-
-
-def product_logger(tensorrt: Any) -> Any:
-    """Return the logger of a product, which sends lines to Python's logging and stores errors in `errors`.
-
-    One logger serves the process, since TensorRT keeps the first one for all later builds.
-    """
-    if tensorrt in _LOGGERS:
-        return _LOGGERS[tensorrt]
-    levels = {tensorrt.ILogger.VERBOSE: logging.DEBUG, tensorrt.ILogger.INFO: logging.DEBUG,
-              tensorrt.ILogger.WARNING: logging.INFO}  # fmt: skip
-
-    def begin(logger: Any) -> None:
-        tensorrt.ILogger.__init__(logger)
-
-    def log(logger: Any, severity: Any, message: str) -> None:
-        level = levels.get(severity, logging.WARNING)
-        if level is logging.WARNING:
-            logger.errors.append(message)
-        _LOG.log(level, "%s", message)
-
-    kind = type("Logger", (tensorrt.ILogger,), {"__init__": begin, "log": log, "errors": []})
-    return _LOGGERS.setdefault(tensorrt, kind())
-
-
-_LOGGERS: dict[Any, Any] = {}

@@ -13,17 +13,20 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from redraft import names
-from redraft.engines.drafters import measured_graphs
+from redraft.engines.drafters import drafter_of, measured_graphs
 from redraft.engines.manifest import GraphRecord, Manifest
-from redraft.engines.tensorrt import polygraphy_network
+from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
-from redraft.engines.tensorrt.inputs import input_file, made_inputs, own_integers
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE, library_name
-from redraft.engines.tensorrt.products import RTX
 from redraft.engines.tensorrt.records import Profile, TensorRtRecord
-from redraft.engines.tensorrt.target import parse_version
+from redraft.engines.tensorrt.target import RTX, parse_version
+from redraft.names import TensorSpec
 
 _PAST, _ROWS, _CAPACITY = 4, 8, 64
 """Committed rows, new rows, and rows of the buffers in the calls that are compared."""
@@ -82,7 +85,7 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
         for spec in record.inputs
         if any(isinstance(dim, str) for dim in spec.shape)  # a fixed input's sizes would be read as its values
     }
-    ranges = [f"{name}:[{low},{high}]" for name, (low, high) in _values(graph, record, manifest).items()]
+    ranges = [f"{name}:[{low},{high}]" for name, (low, high) in _value_ranges(graph, record, manifest).items()]
     return Command(
         f"{graph}: on ONNX Runtime, inputs and outputs kept",
         ("polygraphy", "run", str(folder / record.file), "--onnxrt", "--input-shapes",
@@ -101,7 +104,7 @@ def _capacity(graph: str, record: GraphRecord, manifest: Manifest) -> int:
     return _CAPACITY
 
 
-def _values(graph: str, record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
+def _value_ranges(graph: str, record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
     """Ranges of integer inputs that are valid together: every node sees the committed rows."""
     token = (0, manifest.shape.vocabulary - 1)
     rows = _DRAFTED if names.NUM_PENDING in {spec.name for spec in record.inputs} else _ROWS
@@ -149,14 +152,14 @@ def _comparison(folder: Path, graph: str, record: GraphRecord, built: TensorRtRe
     network = [str(folder / engine.graph)]
     environment: list[str] = []
     if library:
-        environment = ["env", f"{polygraphy_network.GRAPH_VARIABLE}={folder / engine.graph}", f"{VARIABLE}={library}"]
-        network = [str(Path(polygraphy_network.__file__).resolve()), "--model-type", "trt-network-script"]
+        environment = ["env", f"{plugin.GRAPH_VARIABLE}={folder / engine.graph}", f"{VARIABLE}={library}"]
+        network = [str(Path(plugin.__file__).resolve()), "--model-type", "trt-network-script"]
     tolerance = str(max(_TOLERANCE.get(spec.dtype, 0.0) for spec in record.outputs))
-    kept = ["--load-inputs", f"{graph}.inputs.json", "--load-outputs", f"{graph}.outputs.json"]
+    files = ["--load-inputs", f"{graph}.inputs.json", "--load-outputs", f"{graph}.outputs.json"]
     return Command(
         f"{graph}: compared with ONNX Runtime's outputs",
         (*environment, "polygraphy", "run", *network, "--trt", "--strongly-typed",
-         *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *kept,
+         *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *files,
          "--atol", tolerance, "--rtol", tolerance),
     )  # fmt: skip
 
@@ -185,3 +188,67 @@ def _polygraphy_profiles(profiles: Sequence[Profile]) -> list[str]:
             *(f"{name}:[{','.join(map(str, getattr(sizes, which)))}]" for name, sizes in profile.inputs.items()),
         )
     ]
+
+
+_WHOLE = ("bool", "int64", "int32")
+Integers = NDArray[Any]
+
+
+def input_file(graph: str, profile: str, name: str) -> str:
+    """Return the file of an input of a profile's usual call. It has the bytes alone, as trtexec reads them."""
+    return f"{graph}.{profile}.{name}.bin"
+
+
+def made_inputs(record: GraphRecord) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a graph that are written: those that are not floats."""
+    return tuple(spec for spec in record.inputs if spec.dtype in _WHOLE)
+
+
+def write_inputs(folder: Path, manifest: Manifest) -> Iterator[Path]:
+    """Write the inputs of every engine's usual calls into `folder`; yields the files as they are written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for graph, engine in (manifest.tensorrt.engines if manifest.tensorrt else {}).items():
+        if graph not in measured_graphs(manifest):
+            continue
+        for profile in engine.profiles:
+            for name, values in sound_inputs(graph, manifest, profile).items():
+                path = folder / input_file(graph, profile.name, name)
+                path.write_bytes(values.tobytes())
+                yield path
+
+
+def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
+    """Return least and largest valid values of the inputs that only a drafter's method has."""
+    drafter = drafter_of(manifest, graph)
+    spec = drafter.engine_graphs.get(graph) if drafter else None
+    return spec.integers(drafter.shape) if drafter and spec else {}
+
+
+def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
+    """Return the integers of the call that a profile is tuned for: a chain after as many rows as fit before it."""
+    record, own = manifest.all_graphs[graph], own_integers(graph, manifest)
+    sizes = profile.sizes(record.inputs, "opt")
+    rows = sizes.get("T", sizes.get("M", 1))
+    cache_len = min(sizes.get("C", rows) // 2, manifest.max_model_len - rows)
+    vocabulary, cache_len = manifest.shape.vocabulary, max(cache_len, 0)
+    return {spec.name: _values(spec, sizes, cache_len, rows, vocabulary, own) for spec in made_inputs(record)}
+
+
+def _values(
+    spec: TensorSpec, sizes: Mapping[str, int], cache_len: int, rows: int, vocabulary: int,
+    own: Mapping[str, tuple[int, int]],
+) -> Integers:  # fmt: skip
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+    random = np.random.default_rng(0)
+    values: Mapping[str, Any] = {
+        names.TOKEN_IDS: random.integers(0, vocabulary, shape),
+        names.TOKENS: random.integers(0, vocabulary, shape),
+        names.POSITIONS: cache_len + np.arange(rows),
+        names.TREE_MASK: np.tri(rows, dtype=bool),
+        names.CACHE_LEN: cache_len,
+        names.KV_LEN: cache_len + rows,
+        names.OUTPUT_ROWS: np.arange(rows - shape[-1], rows),
+        names.NUM_PENDING: rows,
+        **{name: low + np.arange(shape[-1]) % (high - low + 1) for name, (low, high) in own.items()},
+    }
+    return np.broadcast_to(values[spec.name], shape).astype(spec.dtype)

@@ -32,10 +32,10 @@ def cache_folder() -> Path:
     return user_cache() / "tensorrt"
 
 
-def timing_cache(target: Target, folder: Path | None = None) -> Path:
+def timing_cache(target: Target) -> Path:
     """Return the file of measured kernel times of this TensorRT and GPU."""
     gpu = "".join(letter if letter.isalnum() else "-" for letter in target.gpu.name)
-    return (folder or cache_folder()) / f"timing-{target.version}-{gpu}-{target.compute_capability}.cache"
+    return cache_folder() / f"timing-{target.version}-{gpu}-{target.compute_capability}.cache"
 
 
 def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str, build: EngineBuild) -> str:
@@ -51,14 +51,14 @@ def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str
     )  # fmt: skip
 
 
-def has(key: str, folder: Path | None = None) -> bool:
+def has(key: str) -> bool:
     """Return True if the cache has the engine of this key."""
-    return _path(key, folder).is_file()
+    return _path(key).is_file()
 
 
-def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
+def fetch(key: str, out: Path) -> bool:
     """Put the cached engine of this key at `out`. Returns False if the cache has none."""
-    cached = _path(key, folder)
+    cached = _path(key)
     try:
         link_or_copy(cached, out)
     except (FileNotFoundError, NotADirectoryError):  # another process may evict it at any time
@@ -68,34 +68,28 @@ def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
     return True
 
 
-def keep(key: str, engine: Path, folder: Path | None = None) -> None:
-    """Add a built engine, and evict others. If the cache cannot take it, the next build takes longer."""
-    cached = _path(key, folder)
-    added = 0 if same_disk(engine.parent, cached.parent) else engine.stat().st_size
+def keep(key: str, engine: Path) -> None:
+    """Add a built engine, and evict others. If the cache cannot take it, the next build takes longer.
+
+    Nothing is evicted for an engine that is above the limit alone. A cached engine is written whole or not at all.
+    """
+    cached = _path(key)
+    folder = cached.parent
+    added = 0 if same_disk(engine.parent, folder) else engine.stat().st_size
+    temporary = folder / f"{cached.name}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        if _make_space(cached.parent, added):
-            _add(engine, cached)
-        else:
-            _LOG.warning("%s is not cached: %.1f GB are too many for %s", engine.name, added / 1e9, cached.parent)
-
-
-def _make_space(folder: Path, added: int) -> bool:
-    """Evict engines until `added` bytes fit. Returns False if they do not fit; above the limit nothing is evicted."""
-    if added > limit_bytes(folder):
-        return False
-    evict(folder, added)
-    return added <= shutil.disk_usage(folder).free
-
-
-def _add(engine: Path, cached: Path) -> None:
-    """Write all of a cached engine or nothing. Raises OSError."""
-    temporary = cached.with_name(f"{cached.name}.{os.getpid()}")
-    try:
-        link_or_copy(engine, temporary)
-        temporary.replace(cached)
-    finally:
-        temporary.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        fits = added <= limit_bytes(folder)
+        if fits:
+            evict(folder, added)
+        if not fits or added > shutil.disk_usage(folder).free:
+            _LOG.warning("%s is not cached: %.1f GB are too many for %s", engine.name, added / 1e9, folder)
+            return
+        try:
+            link_or_copy(engine, temporary)
+            temporary.replace(cached)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def evict(folder: Path, added: int = 0) -> None:
@@ -103,7 +97,10 @@ def evict(folder: Path, added: int = 0) -> None:
 
     Also deletes what killed processes left. Other processes may evict at the same time.
     """
-    _delete_leftovers(folder)
+    oldest_ns = time.time_ns() - _LEFTOVER_NS
+    for path, stat in _states(folder, "*.engine.*"):
+        if stat.st_ctime_ns < oldest_ns:
+            path.unlink(missing_ok=True)
     own = sorted(_own(folder), key=lambda one: one[1].st_atime_ns)
     excess = sum(stat.st_size for _, stat in own) + added - limit_bytes(folder)
     for path, stat in own:
@@ -111,14 +108,6 @@ def evict(folder: Path, added: int = 0) -> None:
             return
         path.unlink(missing_ok=True)
         excess -= stat.st_size
-
-
-def _delete_leftovers(folder: Path) -> None:
-    """Delete temporary files that no process can be writing any more."""
-    oldest_ns = time.time_ns() - _LEFTOVER_NS
-    for path, stat in _states(folder, "*.engine.*"):
-        if stat.st_ctime_ns < oldest_ns:
-            path.unlink(missing_ok=True)
 
 
 def engine_count(folder: Path) -> int:
@@ -150,5 +139,5 @@ def _states(folder: Path, pattern: str) -> list[tuple[Path, os.stat_result]]:
     return found
 
 
-def _path(key: str, folder: Path | None) -> Path:
-    return (folder or cache_folder()) / f"{key}.engine"
+def _path(key: str) -> Path:
+    return cache_folder() / f"{key}.engine"

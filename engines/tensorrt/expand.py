@@ -11,14 +11,46 @@ and is not fused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.convenience import replace_nodes_and_values
 from onnx_ir.passes import common
 
 from redraft.engines.tensorrt.operators import Release, lacks
-from redraft.engines.tensorrt.rewrite import Rewriter
+
+
+class Rewriter:
+    """Collects nodes before `node` of `graph`; `replace` puts them in its place. Names begin with the node's own."""
+
+    def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
+        self._graph, self._node = graph, node
+        self._stem = node.name or node.outputs[0].name or node.op_type
+        self._nodes: list[ir.Node] = []
+
+    def node(self, op: str, inputs: Sequence[ir.Value | None], outputs: int = 1, **attributes: Any) -> Any:
+        """Return the output of a new node, or its outputs if it has several."""
+        added = ir.node(op, inputs, attributes, num_outputs=outputs)
+        added.name = f"{self._stem}.{len(self._nodes)}.{op}"
+        for number, value in enumerate(added.outputs):
+            value.name = f"{added.name}.{number}"
+        self._nodes.append(added)
+        return added.outputs[0] if outputs == 1 else tuple(added.outputs)
+
+    def constant(self, values: object, dtype: type[np.generic] = np.int64) -> ir.Value:
+        """Return an initializer; equal ones are one."""
+        array = np.asarray(values, dtype)
+        name = f"tensorrt.{array.dtype}.{'x'.join(map(str, array.shape))}.{'_'.join(map(str, array.ravel().tolist()))}"
+        if name not in self._graph.initializers:
+            value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+            self._graph.register_initializer(value)
+        return self._graph.initializers[name]
+
+    def replace(self, *values: ir.Value) -> None:
+        """Let everything that reads the node's outputs read `values`, which take their names, types and shapes."""
+        replace_nodes_and_values(self._graph, self._node, [self._node], self._nodes, self._node.outputs, values)
 
 
 def expand(model: ir.Model, release: Release) -> None:
@@ -95,13 +127,13 @@ def _rotate(to: Rewriter, node: ir.Node) -> None:
     rest = size - 2 * half
     split = to.node("Reshape", [x, to.constant([0, 0, heads, size])])  # [B, T, H, D]
     lengths = to.constant([half, half, *([rest] if rest else [])])
-    first, second, *kept = to.node("Split", [split, lengths], outputs=3 if rest else 2, axis=-1)
+    first, second, *others = to.node("Split", [split, lengths], outputs=3 if rest else 2, axis=-1)
     c, s = (_at(to, table, positions) for table in (cos, sin))
     turned = [
         to.node("Sub", [to.node("Mul", [first, c]), to.node("Mul", [second, s])]),
         to.node("Add", [to.node("Mul", [second, c]), to.node("Mul", [first, s])]),
     ]
-    joined = to.node("Concat", [*turned, *kept], axis=-1)
+    joined = to.node("Concat", [*turned, *others], axis=-1)
     to.replace(to.node("Reshape", [joined, to.constant([0, 0, heads * size])]))
 
 

@@ -10,8 +10,10 @@ contexts share.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
 from onnx import helper
@@ -53,7 +55,7 @@ def needs_of(
     """Return memory of an engine of this prepared graph with these profiles. owner: that of the buffers it reads."""
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     own = [spec for spec in (*inputs, *outputs) if spec.in_place_of is None]
-    sizes = [_sizes(inputs, profile) for profile in profiles]
+    sizes = [profile.sizes(inputs, "max") for profile in profiles]
     buffers = {f"{owner} {spec.name}": max(_spec_bytes(spec, each) for each in sizes) for spec in own}
     inferred = onnx.shape_inference.infer_shapes(model).graph
     return Needs(weights, buffers, max(activation_bytes(inferred, each) for each in sizes))
@@ -119,17 +121,6 @@ def check_host(needs: Mapping[str, Needs], available_bytes: int | None) -> None:
             )
 
 
-def _sizes(inputs: Sequence[TensorSpec], profile: Profile) -> dict[str, int]:
-    """Return the largest value of every symbol."""
-    known = {spec.name: spec for spec in inputs}
-    return {
-        dim: size
-        for name, found in profile.inputs.items()
-        for dim, size in zip(known[name].shape, found.max, strict=True)
-        if isinstance(dim, str)
-    }
-
-
 def _spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     shape = [sizes.get(dim, 1) if isinstance(dim, str) else dim for dim in spec.shape]  # a sum of symbols is small
     return byte_size(spec.dtype, shape)
@@ -150,3 +141,16 @@ def _tensor_bytes(tensor: onnx.TensorProto) -> int:
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:.2f}"
+
+
+def check_disk(files: str, sizes: Mapping[str, int], folder: Path) -> None:
+    """Raise BackendError if the disk of `folder` has less than these bytes by graph. `files` names the files."""
+    needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
+    if needed <= free:
+        return
+    parts = ", ".join(f"{graph} {size / _GIB:.2f}" for graph, size in sizes.items())
+    raise BackendError(
+        f"{files} take at least {needed / _GIB:.2f} GiB of disk, {free / _GIB:.2f} are free in {folder.parent} "
+        f"(GiB: {parts})",
+        "free some, or build with -o on another disk",
+    )

@@ -18,8 +18,8 @@ import numpy as np
 import onnx_ir as ir
 
 from redraft import names
+from redraft.engines.tensorrt.expand import Rewriter
 from redraft.engines.tensorrt.operators import Release, of_rtx
-from redraft.engines.tensorrt.rewrite import Rewriter
 from redraft.engines.tensorrt.target import check_native
 from redraft.errors import BackendError
 

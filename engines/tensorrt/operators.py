@@ -10,7 +10,7 @@ A release is a major and a minor version: from 10 on of TensorRT, 1 of TensorRT 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +18,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper
 
 from redraft.engines.tensorrt import plugin
-from redraft.engines.tensorrt.products import RTX, TENSORRT
-from redraft.engines.tensorrt.target import NATIVE_FROM
+from redraft.engines.tensorrt.target import NATIVE_FROM, RTX, TENSORRT
 from redraft.errors import BackendError
 
 Release = tuple[int, int]
@@ -80,8 +79,8 @@ _SCATTER_RANK = 4
 def rtx_types() -> Mapping[str, frozenset[int]]:
     """Return the element types by operator that the parser of TensorRT for RTX took."""
     found = json.loads(RTX_FILE.read_bytes())["types"]
-    made = {name: frozenset(map(TensorProto.DataType.Value, kinds)) for name, kinds in found.items() if kinds}
-    return {**made, "Constant": frozenset(), "ConstantOfShape": frozenset()}
+    types = {name: frozenset(map(TensorProto.DataType.Value, kinds)) for name, kinds in found.items() if kinds}
+    return {**types, "Constant": frozenset(), "ConstantOfShape": frozenset()}
 
 
 def of_rtx(release: Release) -> bool:
@@ -140,71 +139,52 @@ def _problem(
         allowed |= rtx.get(node.op_type, frozenset()) - _QUANTIZED
     if allowed and found is not None and found not in allowed:
         return f" of {helper.tensor_dtype_to_string(found).removeprefix('TensorProto.').lower()}"
-    limit = _LIMITS.get(node.op_type)
-    return limit(node, constants, graph) if limit else None
+    return _limit(node, constants, graph)
 
 
-def _attributes(node: NodeProto) -> dict[str, object]:
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+def _limit(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    """Return the problem with an operator that the parser takes in some forms only."""
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    match node.op_type:
+        case "TensorScatter":
+            known, axis = _dims(node.input[0], graph), attributes.get("axis", -2)
+            rank = _SCATTER_RANK if known is None else len(known)
+            if rank != _SCATTER_RANK or axis not in (-2, _SCATTER_RANK - 2):
+                return f" of {rank} dimensions along axis {axis}, expected four and -2"
+        case "GatherND":
+            known = _dims(node.input[1], graph)
+            if node.input[1] not in constants and not (known and known[-1].HasField("dim_value")):
+                return " by indices of a length that is computed"
+        case "Attention":
+            if attributes.get("softcap") or attributes.get("qk_matmul_output_mode"):
+                return " with softcap or qk_matmul_output_mode"
+            if surplus := [name for name in (*node.input[4:], *node.output[1:]) if name]:
+                return f" with {surplus[0]}"
+        case "TopK":
+            if attributes.get("sorted", 1) != 1:
+                return " that does not sort"
+            count = next((t for t in graph.initializer if t.name == node.input[1]), None)
+            if count is not None and count.HasField("raw_data"):
+                most = int(onnx.numpy_helper.to_array(count).max())
+                return None if most <= _MOST_TOPK else f" of {most}, expected at most {_MOST_TOPK}"
+        case "Cast":
+            return " to uint8" if attributes.get("to") == TensorProto.UINT8 else None
+        case "DequantizeLinear":
+            return " with a zero point" if len(node.input) > 2 and node.input[2] else None
+        case reduction if reduction.startswith("Reduce"):
+            computed = len(node.input) > 1 and node.input[1] and node.input[1] not in constants
+            return " over computed axes" if computed else None
+    return None
 
 
-def _scatter(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
-    values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
-    known = values.get(node.input[0])
-    rank = len(known.type.tensor_type.shape.dim) if known is not None else _SCATTER_RANK
-    axis = _attributes(node).get("axis", -2)
-    fits = rank == _SCATTER_RANK and axis in (-2, _SCATTER_RANK - 2)
-    return None if fits else f" of {rank} dimensions along axis {axis}, expected four and -2"
-
-
-def _gather_nd(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+def _dims(name: str, graph: onnx.GraphProto) -> Sequence[onnx.TensorShapeProto.Dimension] | None:
     values = (*graph.input, *graph.value_info, *graph.output)
-    known = [value.type.tensor_type.shape.dim for value in values if value.name == node.input[1]]
-    fixed = bool(known and known[0]) and known[0][-1].HasField("dim_value")
-    return None if fixed or node.input[1] in constants else " by indices of a length that is computed"
-
-
-def _attention(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
-    attributes = _attributes(node)
-    surplus = [*(name for name in node.input[4:] if name), *(name for name in node.output[1:] if name)]
-    if attributes.get("softcap") or attributes.get("qk_matmul_output_mode"):
-        return " with softcap or qk_matmul_output_mode"
-    return f" with {surplus[0]}" if surplus else None
-
-
-def _top_k(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
-    if _attributes(node).get("sorted", 1) != 1:
-        return " that does not sort"
-    count = next((t for t in graph.initializer if t.name == node.input[1]), None)
-    if count is None or not count.HasField("raw_data"):
-        return None
-    most = int(onnx.numpy_helper.to_array(count).max())
-    return None if most <= _MOST_TOPK else f" of {most}, expected at most {_MOST_TOPK}"
-
-
-def _reduce(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
-    computed = len(node.input) > 1 and node.input[1] and node.input[1] not in constants
-    return " over computed axes" if computed else None
-
-
-def _cast(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
-    return " to uint8" if _attributes(node).get("to") == TensorProto.UINT8 else None
-
-
-def _dequantize(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
-    return " with a zero point" if len(node.input) > 2 and node.input[2] else None
-
-
-_LIMITS: Mapping[str, Callable[[NodeProto, set[str], onnx.GraphProto], str | None]] = {
-    "TensorScatter": _scatter, "GatherND": _gather_nd, "Attention": _attention, "TopK": _top_k,
-    "DequantizeLinear": _dequantize, "Cast": _cast,
-    **{operator: _reduce for operator in SUPPORTED if operator.startswith("Reduce")},
-}  # fmt: skip
+    return next((value.type.tensor_type.shape.dim for value in values if value.name == name), None)
 
 
 def _constants(graph: onnx.GraphProto) -> set[str]:
-    made = {name for node in graph.node if node.op_type == "Constant" for name in node.output}
-    return made | {tensor.name for tensor in graph.initializer}
+    constants = {name for node in graph.node if node.op_type == "Constant" for name in node.output}
+    return constants | {tensor.name for tensor in graph.initializer}
 
 
 def _types(graph: onnx.GraphProto) -> dict[str, int]:

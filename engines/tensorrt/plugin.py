@@ -1,4 +1,8 @@
-"""The library of the TensorRT plugin: its path, and the TensorRT that it was built for."""
+"""The library of the TensorRT plugin: its path, and the TensorRT that it was built for.
+
+`polygraphy run THIS_FILE --trt` loads a prepared graph with it. Polygraphy's own --plugins loads a library but does not
+register its creators. REDRAFT_GRAPH names the graph, REDRAFT_TENSORRT_PLUGIN the plugin's library.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from redraft.errors import BackendError
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "plugins"
 VARIABLE = "REDRAFT_TENSORRT_PLUGIN"
+GRAPH_VARIABLE = "REDRAFT_GRAPH"
 NAME, VERSION, NAMESPACE = "TreeAttention", "1", ""
 """Name, version and namespace of the plugin's registered creator."""
 LOG_PREFIX = "redraft TreeAttention: "
@@ -65,3 +70,13 @@ def load_plugin(library: Path, tensorrt: Any) -> None:
         return
     if registry is None or registry.load_library(str(library)) is None:
         raise BackendError(f"TensorRT does not load {library}", "build it with `make plugins TENSORRT_ROOT=dir`")
+
+
+def load_network() -> Any:
+    """Return builder, network and parser; Polygraphy calls this name."""
+    from polygraphy.backend.trt import network_from_onnx_path
+
+    from redraft.engines.tensorrt.target import import_tensorrt
+
+    load_plugin(Path(os.environ[VARIABLE]), import_tensorrt())
+    return network_from_onnx_path(os.environ[GRAPH_VARIABLE], strongly_typed=True)

@@ -17,6 +17,8 @@ from redraft.methods.base import PREFILL, TOKEN, TREE, GraphSpec, Sizes
 from redraft.names import TensorSpec
 
 _SMALLEST_CACHE = 2
+SymbolSizes = Mapping[str, Mapping[str, Sizes]]
+"""The smallest, tuned and largest size of each symbol, by profile."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class CallLimits:
 
 
 def profiles_of(
-    symbols: Mapping[str, Mapping[str, Sizes]], inputs: Sequence[TensorSpec], limits: CallLimits, kv_len_is_shape: bool
+    symbols: SymbolSizes, inputs: Sequence[TensorSpec], limits: CallLimits, kv_len_is_shape: bool
 ) -> tuple[Profile, ...]:
     """Return the profiles of a graph of a bundle, in the engine's order, without duplicates.
 
@@ -81,41 +83,38 @@ def profiles_of(
     return tuple(found)
 
 
-def fixed_capacity(symbols: Mapping[str, Mapping[str, Sizes]]) -> int | None:
+def fixed_capacity(symbols: SymbolSizes) -> int | None:
     """Return the rows of a graph's KV buffers where TensorRT wants them fixed, None for a graph without any."""
     return max((sizes["C"][2] for sizes in symbols.values() if "C" in sizes), default=None)
 
 
-def largest_call(profiles: Sequence[Profile]) -> tuple[int, int]:
-    """Return the most sequences, and the most nodes of a tree with its root, that the verifier's engine takes."""
-    batch, tree = next(profile.inputs[names.TOKEN_IDS].max for profile in profiles if profile.name == TREE)
-    return batch, tree
+def verifier_symbols(graph: str, limits: CallLimits) -> SymbolSizes:
+    """Return sizes of the symbols by profile for a graph of the verifier or of a step.
+
+    T nodes of a call, K of a drafter's tree, S of a stored tree. Engines are tuned for one sequence, which has the
+    least work to hide latency.
+    """
+    tuned, widest, one = limits.tuned, limits.widest, (1, 1, 1)
+    batch: dict[str, Sizes] = {"B": (1, 1, limits.batch)}
+    buffers = {**batch, "C": (_SMALLEST_CACHE, limits.max_model_len, names.kv_rows(limits.max_model_len))}
+    trees = {**batch, "T": (2, tuned, widest), "K": (1, tuned, widest), "S": (1, tuned, widest)}
+    if graph == names.VERIFIER:  # a prompt is computed alone; a tree has at least a root and a node
+        return {
+            PREFILL: {**buffers, "B": one, "T": (1, limits.chunk, limits.chunk), "R": one},
+            TOKEN: {**buffers, "T": one, "R": one},
+            TREE: {**buffers, "T": trees["T"], "R": trees["T"]},
+        }
+    if graph == names.STEP_COMPACT_KV:  # for trees only: a single root is already in its place
+        return {TREE: {**buffers, **trees}}
+    if graph == names.STEP_GATHER_FEATURES:  # rows of trees and prompts wait for a draft: few calls share sizes
+        most = names.MAX_PENDING_FEATURES
+        return {TREE: {**batch, "F": (1, tuned, most), "T": (1, tuned, most), "W": (1, most, most)}}
+    if graph == names.STEP_STORE_TREES:  # after every draft for several sequences
+        return {TREE: trees}
+    return {TOKEN: {**trees, "T": one}, TREE: trees}  # before and after a verification
 
 
-def check_tree(largest: int, nodes: int) -> None:
-    """Raise UsageError if a tree of `nodes`, root included, is larger than the `largest` of the engines."""
-    if nodes > largest:
-        raise UsageError(
-            f"a tree of {nodes} nodes, its root included, is larger than the {largest} that the engine's profile takes",
-            f"lower --budget nodes to {largest - 1}, or build again with --tree-nodes {nodes}",
-        )
-
-
-def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
-    """Raise UsageError for more sequences at once than the engines take."""
-    if max_num_seqs > largest:
-        raise UsageError(
-            f"{max_num_seqs} sequences at once are more than the {largest} that the engine's profiles take",
-            f"lower the slots to {largest}, or build again with --batch {max_num_seqs}",
-        )
-
-
-def verifier_symbols(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Return sizes of the symbols by profile for a graph of the verifier or of a step."""
-    return _SYMBOLS[graph](limits)
-
-
-def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
+def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) -> SymbolSizes:
     """Return sizes of the symbols by profile for a drafter's graph. spare_rows: rows of its KV after `max_model_len`.
 
     KV buffers hold the rows of a call, also at the smallest and at the tuned size: TensorRT checks both.
@@ -125,62 +124,8 @@ def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) 
     for name, own in graph.profiles.items():
         rows = next((own[symbol][2] for symbol in ("M", "T") if symbol in own), _SMALLEST_CACHE)
         capacity = (max(_SMALLEST_CACHE, rows), max(limits.max_model_len, rows), most)
-        found[name] = {**_batch(limits), "C": capacity, **own}
+        found[name] = {"B": (1, 1, limits.batch), "C": capacity, **own}
     return found
-
-
-def _verifier(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """A prompt is computed alone; a tree has at least a root and a node."""
-    chunk, one, tree = (1, limits.chunk, limits.chunk), (1, 1, 1), _trees(limits)["T"]
-    return {
-        PREFILL: {**_buffers(limits), "B": (1, 1, 1), "T": chunk, "R": one},
-        TOKEN: {**_buffers(limits), "T": one, "R": one},
-        TREE: {**_buffers(limits), "T": tree, "R": tree},
-    }
-
-
-def _around_verification(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """The graphs before and after a verification take one token or a tree."""
-    return {TOKEN: {**_trees(limits), "T": (1, 1, 1)}, TREE: _trees(limits)}
-
-
-def _compaction(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Compaction runs for trees only: a single root is already in its place."""
-    return {TREE: {**_buffers(limits), **_trees(limits)}}
-
-
-def _gathering(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Rows come from trees and prompts, and wait as pending features for a draft: few calls share sizes."""
-    most = names.MAX_PENDING_FEATURES
-    rows = (1, limits.tuned, most)
-    return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, most, most)}}
-
-
-def _storing(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Trees are stored after every draft for several sequences."""
-    return {TREE: _trees(limits)}
-
-
-_SYMBOLS = {
-    names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _around_verification, names.STEP_ACCEPT: _around_verification,
-    names.STEP_ACCEPT_SAMPLED: _around_verification, names.STEP_COMPACT_KV: _compaction,
-    names.STEP_GATHER_FEATURES: _gathering, names.STEP_STORE_TREES: _storing,
-}  # fmt: skip
-
-
-def _batch(limits: CallLimits) -> dict[str, Sizes]:
-    """Engines are tuned for one sequence, which has the least work to hide latency."""
-    return {"B": (1, 1, limits.batch)}
-
-
-def _buffers(limits: CallLimits) -> dict[str, Sizes]:
-    return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.max_model_len, names.kv_rows(limits.max_model_len))}
-
-
-def _trees(limits: CallLimits) -> dict[str, Sizes]:
-    """T nodes of a call, K of a drafter's tree, S of a tree in the store."""
-    tuned, widest = limits.tuned, limits.widest
-    return {**_batch(limits), "T": (2, tuned, widest), "K": (1, tuned, widest), "S": (1, tuned, widest)}
 
 
 def _range(spec: TensorSpec, sizes: Mapping[str, Sizes]) -> Range:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from redraft.names import TensorSpec
 
 Attention = Literal["plugin", "native"]
 """Implementation of `redraft::TreeAttention`: our plugin, or TensorRT's own layers."""
@@ -33,6 +35,16 @@ class Profile:
 
     name: str
     inputs: Mapping[str, Range]
+
+    def sizes(self, inputs: Sequence[TensorSpec], which: Literal["min", "opt", "max"]) -> dict[str, int]:
+        """Return the smallest, tuned or largest size of every symbol of a graph's inputs."""
+        shapes = {spec.name: spec.shape for spec in inputs}
+        return {
+            dim: size
+            for name, ranges in self.inputs.items()
+            for dim, size in zip(shapes[name], getattr(ranges, which), strict=True)
+            if isinstance(dim, str)
+        }
 
 
 @dataclass(frozen=True)

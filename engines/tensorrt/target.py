@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from redraft.config import NATIVE_RELEASES, Precision
-from redraft.engines.tensorrt.driver import Gpu, find_gpu
-from redraft.engines.tensorrt.products import TENSORRT, Product
+from redraft.config import NATIVE_RELEASES, BuildConfig, Precision
+from redraft.engines.gpu import Gpu, find_gpu
+from redraft.engines.tensorrt.plugin import LOG_PREFIX, Plugin, find_plugin
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BackendError, UsageError
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product.
+
+    backend:  its name in options and manifests.     title: its name in messages.
+    module:   its Python package.                    install: how to get it.
+    oldest, newest_major: versions that are supported.
+    ahead:    its engines are for a compute capability and are built without a GPU. What depends on the GPU is compiled
+              when an engine first runs, and kept in a runtime cache. It takes no plugins and no timing cache.
+    """
+
+    backend: str
+    title: str
+    module: str
+    oldest: tuple[int, int]
+    newest_major: int
+    install: str
+    ahead: bool = False
+
+
+PACKAGE = "tensorrt>=10.9,<12"
+"""TensorRT's package for pip."""
+TENSORRT = Product(
+    "tensorrt", "TensorRT", "tensorrt", (10, 9), 11, f"run `pip install '{PACKAGE}'`, or use NVIDIA's container"
+)
+RTX = Product(
+    "tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx_bindings", (1, 7), 1, "run `pip install 'redraft[tensorrt-rtx]'`",
+    ahead=True,
+)  # fmt: skip
+PRODUCTS: Mapping[str, Product] = {product.backend: product for product in (TENSORRT, RTX)}
+
+UNKNOWN_REASON = "no reason given"
+"""The reason in an error if TensorRT logged none."""
+_LOG = logging.getLogger("redraft.tensorrt")
+_LOGGERS: dict[Any, Any] = {}
+_INSTEAD = "build with --backend onnxruntime (BACKEND=onnxruntime)"
 
 FP8_CAPABILITY = (8, 9)
 NATIVE_FROM = (10, 15)
@@ -130,6 +170,32 @@ def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module,
         raise BackendError(f"{product.title} does not load: {error}", product.install) from None
 
 
+def product_logger(tensorrt: Any) -> Any:
+    """Return the logger of a product, which sends lines to Python's logging and stores the latest in `last_error`.
+
+    One logger serves the process, since TensorRT keeps the first one for everything after it. Calls report only that
+    they failed. TensorRT's warnings are logged as information, and our plugin's one warning as a warning.
+    """
+    if tensorrt in _LOGGERS:
+        return _LOGGERS[tensorrt]
+    levels = {tensorrt.ILogger.VERBOSE: logging.DEBUG, tensorrt.ILogger.INFO: logging.DEBUG,
+              tensorrt.ILogger.WARNING: logging.INFO}  # fmt: skip
+
+    def begin(logger: Any) -> None:
+        tensorrt.ILogger.__init__(logger)
+
+    def log(logger: Any, severity: Any, message: str) -> None:
+        level = levels.get(severity, logging.WARNING)
+        if level is logging.WARNING:
+            logger.last_error = " ".join(message.split())
+        if severity == tensorrt.ILogger.WARNING and message.startswith(LOG_PREFIX):
+            level = logging.WARNING
+        _LOG.log(level, "%s", message)
+
+    kind = type("Logger", (tensorrt.ILogger,), {"__init__": begin, "log": log, "last_error": ""})
+    return _LOGGERS.setdefault(tensorrt, kind())
+
+
 def check_same(record: TensorRtRecord, here: Target, rebuild: str) -> None:
     """Raise BackendError if engines were built for another TensorRT or GPU than `here`. `rebuild` is the hint."""
     built = (record.version, record.gpu, record.compute_capability)
@@ -140,3 +206,43 @@ def check_same(record: TensorRtRecord, here: Target, rebuild: str) -> None:
             f"found {title} {here.version} on {here.gpu.name} ({here.compute_capability})",
             rebuild,
         )
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a build: with the graphs, they decide its result."""
+
+    target: Target
+    plugin: Plugin | None
+
+    def digests(self) -> dict[str, str]:
+        """Parts of a bundle's build key."""
+        gpu = f"{self.target.gpu.name} {self.target.compute_capability}"
+        return {"tensorrt": self.target.version, "gpu": gpu, "plugin": self.plugin.digest if self.plugin else ""}
+
+
+def find_tools(config: BuildConfig) -> Tools:
+    """Return GPU, TensorRT and plugin. Raises BackendError if one is missing or does not support the build."""
+    product = PRODUCTS[config.backend]
+    target = find_target(product=product, capability=config.tensorrt.compute_capability)
+    check_precision(config.precision, target.gpu)
+    if config.tensorrt.attention == "plugin" and not product.ahead:
+        return Tools(target, find_plugin(target.release[0]))
+    check_native(target.release)
+    return Tools(target, None)
+
+
+def check_buildable(config: BuildConfig) -> Tools | None:
+    """Return the tools of a build for TensorRT, None for another backend.
+
+    Raises BackendError naming the package to install if this machine cannot build this configuration.
+    """
+    if not config.for_tensorrt:
+        return None
+    product = PRODUCTS[config.backend]
+    if find_spec(product.module) is None:
+        raise BackendError(
+            f"backend {product.backend} needs {product.title}, which is not installed",
+            f"{product.install}, or {_INSTEAD}",
+        )
+    return find_tools(config)

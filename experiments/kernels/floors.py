@@ -2,8 +2,8 @@
 
     python -m experiments.kernels.floors
 
-A call must move its bytes (redraft.plugins.traffic) once and compute its products. Loads and products overlap at best,
-so its floor is the longer of the two. Cards are as their data sheets say, without sparsity. `mma` is the share of the
+A call must move its bytes once and compute its products. Loads and products overlap at best, so its floor is the longer
+of the two. Cards are as their data sheets say, without sparsity. `mma` is the share of the
 tensor cores' peak that mma.sync reaches: 0.63 on Hopper (Luo et al. 2024, arXiv:2402.13499), the rest needs wgmma,
 and all of it before. `bytes_under_way` is what each processor must have on its way to hide the memory's latency
 (Little's law; latencies are rounded). Prints one JSON object.
@@ -16,7 +16,40 @@ from itertools import product
 from typing import Any
 
 from redraft.bench.command import run
-from redraft.plugins.traffic import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """One call over sequences of equal lengths: `kv_len` committed rows each, then `nodes` new ones."""
+
+    dtype: str
+    batch: int
+    kv_len: int
+    nodes: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def attention_bytes(sizes: AttentionSizes) -> int:
+    """Return the fewest bytes of one call: K, V and mask once, new rows read and written, q read, out written."""
+    row_bytes = sizes.head_dim * ELEMENT_BYTES[sizes.dtype]
+    cached = 2 * sizes.batch * sizes.kv_heads * (sizes.kv_len + sizes.nodes) * row_bytes
+    new_rows = 2 * 2 * sizes.batch * sizes.nodes * sizes.kv_heads * row_bytes
+    queries = 2 * sizes.batch * sizes.nodes * sizes.q_heads * row_bytes
+    return cached + new_rows + queries + sizes.batch * sizes.nodes * -(-sizes.nodes // 32) * 4
+
+
+def attention_flops(sizes: AttentionSizes) -> int:
+    """Return the multiplications and additions of both products, hidden scores included."""
+    return 4 * sizes.batch * sizes.q_heads * sizes.nodes * (sizes.kv_len + sizes.nodes) * sizes.head_dim
+
+
+def compaction_bytes(caches: int, batch: int, kv_heads: int, row_bytes: int, moved_rows: int) -> int:
+    """Return the bytes of moved rows of all caches, read and written."""
+    return 2 * caches * batch * kv_heads * moved_rows * row_bytes
 
 
 @dataclass(frozen=True)

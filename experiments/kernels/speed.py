@@ -1,10 +1,10 @@
-"""The attention kernels on a GPU against PyTorch, FlashInfer and the device's own copy.
+"""The attention kernels on a GPU against PyTorch and the device's own copy.
 
     python -m experiments.kernels.speed [--quick | --check] [--out build/gpu/attention.json]
 
 Every time is of a call inside a CUDA graph over caches outside the device's L2, in turns with its competitors.
-`share_of_copy` is the least bytes of the call a second (redraft.plugins.traffic) over the speed of the device's copy.
-The others' rows are in their cache already; our call writes ours. Answers are compared with float32 before they are
+`share_of_copy` is the least bytes of the call a second (experiments.kernels.floors) over the speed of the device's
+copy. PyTorch's rows are in its cache already; our call writes ours. Answers are compared with float32 before they are
 timed. Writes one JSON object to --out after every size. Without a device or a library it gives the reason. A wrong
 answer or a failed launch ends with an error after the earlier results.
 """
@@ -13,31 +13,24 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from tests.plugins.checks import LARGEST_ERROR, checks
+from tests.plugins.devices import Captured, DeviceMemory, capture, missing_device
 
-from experiments.kernels.checks import LARGEST_ERROR, checks
-from experiments.kernels.competitors import Build, competitors
-from experiments.kernels.device import (
-    Captured,
-    capture,
-    copy_bytes_per_second,
-    device_environment,
-    missing_device,
-    paired_us,
-    require_device,
-)
-from experiments.kernels.problem import CompactionProblem, DeviceProblem
+from experiments.kernels.floors import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
+from experiments.kernels.problems import AttentionProblem, Call, CompactionProblem, Way
 from redraft.bench.command import Report, reason_of, run
+from redraft.bench.environment import environment, nvidia_smi
 from redraft.bench.statistics import median_estimate
 from redraft.errors import KernelError
 from redraft.plugins.library import Kernels, missing_kernels, open_kernels
-from redraft.plugins.traffic import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
 
 HEADS = ((32, 32), (32, 8))
 BATCHES = (1, 4, 16)
@@ -50,6 +43,11 @@ COMPACTIONS = ((32, 4), (32, 8), (8, 4))
 MOST_PROBLEMS = 64
 MEMORY_SHARE = 0.4
 """Share of the device's free memory for problems of one size."""
+COPY_BYTES = 256 << 20
+"""Of one block. On an H200 a CUDA graph copies blocks of 1 GiB at two thirds of its speed (2716 of 4250 GB/s)."""
+REPLAYS, WARM_UPS = 30, 3
+SLEEP_CYCLES = 2_000_000
+"""About a millisecond of the device, in which the host sends it the events and the graph: a launch is not timed."""
 
 
 def main() -> dict[str, Any]:
@@ -57,7 +55,6 @@ def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the corners of the grid only")
     parser.add_argument("--check", action="store_true", help="small calls against the reference, nothing timed")
-    parser.add_argument("--ctas", type=int, default=0, help="blocks of the attention kernel; 0 chooses")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     return Report(options.out).fill(lambda report: measure(options, report))
@@ -72,7 +69,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     if kernels.on_cpu:
         raise KernelError("expected a library of kernels for the GPU, found the CPU build")
     report.put("environment", device_environment())
-    for entry in checks(kernels):
+    for entry in checks(kernels, DeviceMemory):
         report.add("checks", entry)
     if options.check:
         return
@@ -81,15 +78,29 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     batches, lengths, nodes = QUICK if options.quick else (BATCHES, LENGTHS, NODES)
     for dtype, heads, batch, kv_len, t in product(("float16", "bfloat16"), HEADS, batches, lengths, nodes):
         sizes = AttentionSizes(dtype, batch, kv_len, t, *heads, 128)
-        report.add("attention", unless_out_of_memory(vars(sizes), partial(timed, kernels, sizes, copy, options.ctas)))
+        report.add("attention", unless_out_of_memory(vars(sizes), partial(timed, kernels, sizes, copy)))
     for batch, (kv_heads, path) in product((1, 16), COMPACTIONS):
         compaction = {"layers": LAYERS, "batch": batch, "kv_heads": kv_heads, "path": path}
         report.add("compaction", unless_out_of_memory(compaction, partial(compacted, kernels, compaction, copy)))
 
 
+def device_environment() -> dict[str, Any]:
+    """Return the machine, and the device with its driver, clocks, memory and caches: a JSON object."""
+    device = torch.cuda.get_device_properties(0)
+    return {
+        **environment(),
+        "device": device.name,
+        "compute_capability": f"{device.major}.{device.minor}",
+        "processors": device.multi_processor_count,
+        "memory_bytes": device.total_memory,
+        "l2_bytes": device.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "driver_and_clocks": nvidia_smi(),
+    }
+
+
 def unless_out_of_memory(sizes: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return `sizes` with its measurements, or the reason if the device's memory is too small."""
-    torch = require_device()
     try:
         return {**sizes, **measured()}
     except torch.OutOfMemoryError as error:
@@ -99,24 +110,30 @@ def unless_out_of_memory(sizes: dict[str, Any], measured: Callable[[], dict[str,
         torch.cuda.empty_cache()
 
 
-def timed(kernels: Kernels, sizes: AttentionSizes, copy: float, ctas: int) -> dict[str, Any]:
+def timed(kernels: Kernels, sizes: AttentionSizes, copy: float) -> dict[str, Any]:
     """Return times of one problem by every way to solve it."""
     least = attention_bytes(sizes)
-    problems = [DeviceProblem(sizes, seed) for seed in range(problems_for(least))]
-    graphs = {"ours": capture([problem.ours(kernels, ctas) for problem in problems])}
+    problems = [AttentionProblem(sizes, seed) for seed in range(problems_for(least))]
+    graphs = {"ours": capture([problem.ours(kernels) for problem in problems])}
     error = problems[0].error(problems[0].out)
     if not error < LARGEST_ERROR[sizes.dtype]:
         raise KernelError(f"{sizes}: error {error}, expected less than {LARGEST_ERROR[sizes.dtype]}")
-    others, skipped = captured_others(problems, capture)
-    times = paired_us({**graphs, **others})
+    skipped = {}
+    for name in problems[0].pytorchs_ways():
+        try:
+            graphs[name] = capture(_right_calls(problems, [one.pytorchs_ways()[name]() for one in problems]))
+        except Exception as failure:  # noqa: BLE001 any error of another library
+            skipped[name] = reason_of(failure)
+    times = paired_us(graphs)
     ours = float(np.median(times["ours"]))
     us = {name: float(np.median(values)) for name, values in times.items()}
+    others = [name for name in us if name != "ours"]
     return {
         "problems": len(problems),
         "error": error,
         "us": us,
-        "best": {library: best(us, library) for library in ("sdpa", "flashinfer")},
-        "speedup": {name: _ratio(values, times["ours"]) for name, values in times.items() if name != "ours"},
+        "best": {"sdpa": min(others, key=us.__getitem__, default=None)},
+        "speedup": {name: _ratio(times[name], times["ours"]) for name in others},
         "skipped": skipped,
         "gb_per_second": least / ours / 1e3,
         "share_of_copy": least / (ours * 1e-6) / copy,
@@ -124,51 +141,25 @@ def timed(kernels: Kernels, sizes: AttentionSizes, copy: float, ctas: int) -> di
     }
 
 
-def captured_others(
-    problems: list[DeviceProblem], captured: Callable[[list[Callable[[], Any]]], Captured]
-) -> tuple[dict[str, Captured], dict[str, str]]:
-    """Return graphs of the other libraries' ways, and for each missing one its error or that it is wrong."""
-    sizes = problems[0].sizes
-    graphs, skipped = {}, {}
-    for name, build in competitors(sizes.batch, sizes.nodes, sizes.q_heads != sizes.kv_heads).items():
-        try:
-            graphs[name] = captured(_right_calls(problems, build))
-        except Exception as error:  # noqa: BLE001 any error of another library
-            skipped[name] = reason_of(error)
-    return graphs, skipped
-
-
-def _right_calls(problems: list[DeviceProblem], build: Build) -> list[Callable[[], Any]]:
-    ways = [build(problem) for problem in problems]
-    error = problems[0].error(ways[0].answer(ways[0].call()))
-    most = LARGEST_ERROR[problems[0].sizes.dtype]
+def _right_calls(problems: list[AttentionProblem], ways: list[Way]) -> list[Call]:
+    call, answer = ways[0]
+    error, most = problems[0].error(answer(call())), LARGEST_ERROR[problems[0].sizes.dtype]
     if not error < most:
         raise ValueError(f"its answer is off by {error}, expected less than {most}")
-    return [way.call for way in ways]
-
-
-def best(us: dict[str, float], library: str) -> str | None:
-    """Return the fastest of a library's ways, None if none was timed."""
-    ways = [name for name in us if name.startswith(f"{library}_")]
-    return min(ways, key=lambda name: us[name], default=None)
+    return [call for call, _ in ways]
 
 
 def problems_for(least: int) -> int:
     """Return the number of problems of `least` bytes that exceed the L2 four times but not the device's memory."""
-    torch = require_device()
     wanted = -(-4 * int(torch.cuda.get_device_properties(0).L2_cache_size) // least)
     return max(1, min(wanted, MOST_PROBLEMS, int(MEMORY_SHARE * int(torch.cuda.mem_get_info()[0])) // least))
 
 
 def compacted(kernels: Kernels, sizes: dict[str, int], copy: float) -> dict[str, Any]:
     """Time compaction of all layers in one launch, over caches outside the L2 and over one set inside it."""
-    torch = require_device()
     caches = 2 * sizes["layers"]
     least = compaction_bytes(caches, sizes["batch"], sizes["kv_heads"], 256, sizes["path"])
-
-    def problem() -> CompactionProblem:
-        return CompactionProblem(caches, sizes["batch"], sizes["kv_heads"], sizes["path"])
-
+    problem = partial(CompactionProblem, caches, sizes["batch"], sizes["kv_heads"], sizes["path"])
     first = problem()
     first.ours(kernels)()
     if not first.right():
@@ -177,15 +168,35 @@ def compacted(kernels: Kernels, sizes: dict[str, int], copy: float) -> dict[str,
     wanted = -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // least)
     count = max(2, min(wanted, int(MEMORY_SHARE * torch.cuda.mem_get_info()[0]) // held))
     sets = [first, *(problem() for _ in range(count - 1))]
-    times = paired_us(
-        {
-            "cold": capture([each.ours(kernels) for each in sets]),
-            "warm": capture([first.ours(kernels)] * len(sets)),
-        }
-    )
-    cold, warm = (float(np.median(times[name])) for name in ("cold", "warm"))
-    return {"sets": count, "cold_beyond_l2": count >= wanted, "us": {"cold": cold, "warm": warm},
-            "share_of_copy": least / (cold * 1e-6) / copy}  # fmt: skip
+    cold = capture([each.ours(kernels) for each in sets])
+    times = paired_us({"cold": cold, "warm": capture([first.ours(kernels)] * len(sets))})
+    us = {name: float(np.median(values)) for name, values in times.items()}
+    share = least / (us["cold"] * 1e-6) / copy
+    return {"sets": count, "cold_beyond_l2": count >= wanted, "us": us, "share_of_copy": share}
+
+
+def paired_us(graphs: Mapping[str, Captured], replays: int = REPLAYS) -> dict[str, list[float]]:
+    """Return microseconds of one call by name, of every replay. Names take turns: pairs share the device's state."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(WARM_UPS + replays):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(SLEEP_CYCLES)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= WARM_UPS:
+                times[name].append(start.elapsed_time(end) * 1e3 / len(graph.calls))
+    return times
+
+
+def copy_bytes_per_second() -> float:
+    """Return bytes read and written a second by the device's own copy, median."""
+    size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
+    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    times = paired_us({"copy": capture([lambda: target.copy_(source)])})["copy"]
+    return float(2 * size / (np.median(times) * 1e-6))
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float | None]:

@@ -57,7 +57,7 @@ def _figures(played: list[Replay]) -> dict[str, Any]:
     together = Replay(
         steps=sum((one.steps for one in played), Counter()),
         tried=sum((one.tried for one in played), Counter()),
-        right=sum((one.right for one in played), Counter()),
+        correct=sum((one.correct for one in played), Counter()),
     )
     drafts = together.steps[OfferKind.FRESH]
     return {"acceptance": together.conditional_acceptance(OfferKind.FRESH), "drafts": drafts}

@@ -5,10 +5,8 @@ This module computes every figure of the model card from the published folder al
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +14,45 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.tiny.python_text import syntax_checks
-from redraft.errors import CheckpointError
+from experiments.tiny.heldout import syntax_checks
+from redraft.bench.prompts import load_prompts
 from redraft.train.data import SEPARATOR
 from redraft.train.mtp import load_mtp
 
 NEW_TOKENS = 128
-_GENERATION_ROWS = 16
+_ROWS = 16
 
 
-@dataclass(frozen=True)
-class KindFigures:
-    """Figures of one kind; shares are between 0 and 1."""
-
-    bits_per_byte: float
-    tokens_per_byte: float
-    prompts: int
-    ended: float  # share of greedy completions that reach EOS within NEW_TOKENS
-    mtp_acceptance: float  # share of greedy tokens that the MTP module predicts one step early
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Figures of a published verifier."""
-
-    parameters: int
-    mtp_parameters: int
-    new_tokens: int
-    kinds: dict[str, KindFigures]
-    python_without_error: float
-    python_parsed: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
-
-
-def evaluate(folder: Path, new_tokens: int = NEW_TOKENS) -> Figures:
-    """Load `folder` with transformers, on the CPU in fp32, and measure. Raises CheckpointError if it is incomplete."""
-    paths = sorted((folder / "heldout").glob("*.txt"))
-    if not paths:
-        raise CheckpointError(f"{folder} has no heldout/*.txt", "publish it again")
+def evaluate(folder: Path) -> dict[str, Any]:
+    """Load `folder` with transformers, on the CPU in fp32, and measure. Shares are between 0 and 1."""
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     mtp = load_mtp(folder)
     tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
-    kinds: dict[str, KindFigures] = {}
+    kinds: dict[str, dict[str, float]] = {}
     checked: list[tuple[bool, bool]] = []
-    for path in paths:
-        prompts = read_prompts(folder / "prompts" / f"{path.stem}.jsonl")
+    for path in sorted((folder / "heldout").glob("*.txt")):
+        prompts = [prompt.text for prompt in load_prompts([folder / "prompts" / f"{path.stem}.jsonl"])]
         bits, per_byte = bits_per_byte(model, tokenizer, path.read_text(encoding="utf-8"))
-        rows = greedy(model, tokenizer, prompts, new_tokens)
-        accepted = [mtp_matches(model, mtp, prompt, row) for prompt, row in rows]
-        kinds[path.stem] = KindFigures(
-            bits_per_byte=bits,
-            tokens_per_byte=per_byte,
-            prompts=len(prompts),
-            ended=sum(row[-1] == tokenizer.eos_token_id for _, row in rows) / len(rows),
-            mtp_acceptance=sum(hits for hits, _ in accepted) / max(1, sum(total for _, total in accepted)),
-        )
+        rows = greedy(model, tokenizer, prompts)
+        right, tried = zip(*(mtp_matches(model, mtp, prompt, row) for prompt, row in rows), strict=True)
+        kinds[path.stem] = {
+            "bits_per_byte": bits,
+            "tokens_per_byte": per_byte,
+            "prompts": len(prompts),
+            "ended": sum(row[-1] == tokenizer.eos_token_id for _, row in rows) / len(rows),
+            "mtp_acceptance": sum(right) / sum(tried),
+        }
         if path.stem == "code":
             texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for _, row in rows]
             checked = [syntax_checks(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-    return Figures(
-        parameters=sum(p.numel() for p in model.parameters()),
-        mtp_parameters=sum(p.numel() for p in mtp.parameters()),
-        new_tokens=new_tokens,
-        kinds=kinds,
-        python_without_error=sum(v[0] for v in checked) / max(1, len(checked)),
-        python_parsed=sum(v[1] for v in checked) / max(1, len(checked)),
-    )
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Return the first turn of every line."""
-    return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "mtp_parameters": sum(p.numel() for p in mtp.parameters()),
+        "new_tokens": NEW_TOKENS,
+        "kinds": kinds,
+        "python_without_error": sum(one for one, _ in checked) / len(checked),
+        "python_parsed": sum(one for _, one in checked) / len(checked),
+    }
 
 
 @torch.inference_mode()
@@ -115,18 +78,13 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def greedy(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    new_tokens: int,
-) -> list[tuple[list[int], list[int]]]:
+def greedy(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
     """Return token ids of every prompt and of its greedy completion, up to EOS."""
     rows = []
-    for first in range(0, len(prompts), _GENERATION_ROWS):
-        batch = tokenizer(list(prompts[first : first + _GENERATION_ROWS]), return_tensors="pt", padding=True)
+    for first in range(0, len(prompts), _ROWS):
+        batch = tokenizer(list(prompts[first : first + _ROWS]), return_tensors="pt", padding=True)
         batch.pop("token_type_ids", None)
-        out = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False)
+        out = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
         for ids, mask, whole in zip(batch["input_ids"], batch["attention_mask"], out, strict=True):
             new = whole[len(ids) :].tolist()
             if tokenizer.eos_token_id in new:

@@ -1,111 +1,145 @@
-"""Prompts and evaluation text from held-out documents, chosen without any model."""
+"""Prompts and evaluation text from held-out documents, chosen without any model, and checks that text is Python."""
 
 from __future__ import annotations
 
+import ast
+import codeop
 import hashlib
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from experiments.tiny.python_text import has_no_error
 from redraft.errors import DataError
-from redraft.train.data import Corpus, Document
+from redraft.train.data import SEPARATOR, Corpus, Document
 
 PROMPTS_A_KIND = 48
 HELD_OUT_BYTES = 80_000
-_MIN_TOKENS, _MAX_TOKENS = 40, 200
-_WINDOW_CHARS = 6000
+MIN_TOKENS, MAX_TOKENS = 40, 200
+_WINDOW_CHARS, _REFERENCE_CHARS = 6000, 1500
 _ATTEMPTS = 200
+# CPython's own rule for interactive input: an open bracket, string or block is unfinished, not wrong.
+_UNFINISHED: int = (
+    codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]
+    | codeop.PyCF_DONT_IMPLY_DEDENT  # type: ignore[attr-defined]
+    | ast.PyCF_ONLY_AST
+)
 
 
-def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
-    """Write one JSON object a line: id, category, turns, the document, and the text that really follows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def has_no_error(text: str) -> bool:
+    """Return True if `text`, which may be unfinished Python, has no syntax error."""
+    try:
+        compile(text, "<text>", "exec", _UNFINISHED)
+    except SyntaxError as error:
+        return "incomplete input" in str(error)
+    except ValueError:  # a null byte
+        return False
+    return True
+
+
+def syntax_checks(prompt: str, completion: str) -> tuple[bool, bool]:
+    """Apply two definitions of "the completion parses" to prompt and completion, cut at the last line's end.
+
+    First: CPython finds no syntax error, though the text may be unfinished. Second, stricter: `ast.parse` also accepts
+    the prompt with at least half of the completion's lines, so the completion began a statement and ended it.
+    """
+
+    def parses(text: str) -> bool:
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            return False
+        return True
+
+    lines = (prompt + completion).splitlines(keepends=True)
+    if not lines[-1].endswith("\n"):
+        lines.pop()
+    if not has_no_error("".join(lines)):
+        return False, False
+    before = prompt.count("\n")
+    least = before + max(1, (len(lines) - before + 1) // 2)
+    return True, any(parses("".join(lines[:count])) for count in range(len(lines), least - 1, -1))
+
+
+def write_held_out(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write `prompts/KIND.jsonl`, one JSON object a line, and `heldout/KIND.txt`, about 80 KB of documents' beginnings.
+
+    Raises DataError if the documents give too few prompts.
+    """
+    documents = sorted(corpus.held_out, key=lambda d: hashlib.sha256(d.name.encode()).digest())
+    prompts, text = folder / "prompts" / f"{corpus.kind}.jsonl", folder / "heldout" / f"{corpus.kind}.txt"
     lines = []
-    for number, (document, start, cut, end) in enumerate(_cuts(corpus, tokenizer)):
+    for number, (document, start, cut) in enumerate(_prompts(documents, tokenizer)):
         prompt = {
             "id": f"{corpus.kind}/{number}",
             "category": corpus.kind,
             "turns": [document.text[start:cut]],
             "source": document.name,
-            "reference": document.text[cut:end],
+            "reference": document.text[cut : cut + _REFERENCE_CHARS],
         }
-        lines.append(json.dumps(prompt, ensure_ascii=False))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines.append(json.dumps(prompt, ensure_ascii=False) + "\n")
+    if len(lines) < PROMPTS_A_KIND:
+        raise DataError(f"held-out {corpus.kind} gives {len(lines)} prompts, expected {PROMPTS_A_KIND}",
+                        "give more documents")  # fmt: skip
+    share = max(2000, HELD_OUT_BYTES // len(documents))
+    pieces = [_whole_lines(document.text, share) for document in documents[: -(-HELD_OUT_BYTES // share)]]
+    for path, content in ((prompts, "".join(lines)), (text, f"\n{SEPARATOR}\n".join(pieces) + "\n")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
 
 
-def _cuts(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[Document, int, int, int]]:
-    """Return (document, start, cut, end) of every prompt: documents in order of their hashes, then random places."""
-    documents = sorted(corpus.held_out, key=lambda d: hashlib.sha256(d.name.encode()).digest())
+def _whole_lines(text: str, most: int) -> str:
+    """Return the beginning of a text, at most so many characters, up to a line's end."""
+    piece = text[:most]
+    return (piece if len(piece) == len(text) else piece[: piece.rindex("\n")]).strip("\n")
+
+
+def _prompts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, int, int]]:
+    """Yield document, start and cut of every prompt: documents in order, again and again, at random places."""
     rng = random.Random(0)
-    cuts: list[tuple[Document, int, int, int]] = []
+    taken: list[tuple[Document, int, int]] = []
     for attempt in range(_ATTEMPTS * PROMPTS_A_KIND):
-        if len(cuts) == PROMPTS_A_KIND:
-            return cuts
         document = documents[attempt % len(documents)]
         found = _cut(document, tokenizer, rng, first=attempt < len(documents))
-        if found and all(document is not d or found[1] <= s or found[0] >= c for d, s, c, _ in cuts):
-            cuts.append((document, *found))
-    raise DataError(
-        f"held-out {corpus.kind} gives {len(cuts)} prompts of {_MIN_TOKENS} to {_MAX_TOKENS} tokens, "
-        f"expected {PROMPTS_A_KIND}",
-        "give more documents",
-    )
+        if found and all(document is not d or found[1] <= s or found[0] >= c for d, s, c in taken):
+            taken.append((document, *found))
+            yield taken[-1]
+        if len(taken) == PROMPTS_A_KIND:
+            return
 
 
-def _cut(document: Document, tokenizer: Tokenizer, rng: random.Random, first: bool) -> tuple[int, int, int] | None:
-    """Return a part of the document that begins with a prompt of 40 to 200 tokens, cut at a natural place."""
-    text = document.text
-    marker = text.find("\nAnswer:")
-    if text.startswith("Question:") and marker > 0:
-        if not first:
+def _cut(document: Document, tokenizer: Tokenizer, rng: random.Random, first: bool) -> tuple[int, int] | None:
+    """Return the ends of a prompt of MIN_TOKENS to MAX_TOKENS, cut at a natural place; None if there is none.
+
+    A word problem ends after "Answer:". Code begins at a top-level definition, prose at a paragraph; both end at a
+    line's end, prose also at a sentence's.
+    """
+    text, code = document.text, document.name.endswith(".py")
+
+    def tokens(begin: int, end: int) -> int:
+        return len(tokenizer.encode(text[begin:end]).ids)
+
+    cut = text.find("\nAnswer:") + len("\nAnswer:")
+    if text.startswith("Question:") and cut >= len("\nAnswer:"):
+        return (0, cut) if first and tokens(0, cut) <= MAX_TOKENS else None
+    begin = 0
+    if not (first and code):
+        start = rng.randrange(len(text))
+        marks = {"\ndef ": 1, "\nclass ": 1, "\n@": 1} if code else {"\n\n": 2}
+        begins = [place + skip for mark, skip in marks.items() if (place := text.find(mark, start)) >= 0]
+        if not begins:
             return None
-        cut = marker + len("\nAnswer:")
-        return (0, cut, len(text)) if len(tokenizer.encode(text[:cut]).ids) <= _MAX_TOKENS else None
-    # Code begins at a top-level definition, prose at a paragraph. Both end at a line's end.
-    separators = ("\ndef ", "\nclass ", "\n@") if document.name.endswith(".py") else ("\n\n",)
-    begin = 0 if first and document.name.endswith(".py") else rng.randrange(len(text))
-    if begin:
-        places = [p + (1 if s != "\n\n" else 2) for s in separators if (p := text.find(s, begin)) >= 0]
-        if not places:
-            return None
-        begin = min(places)
-    window = text[begin : begin + _WINDOW_CHARS]
-    wanted = rng.randint(_MIN_TOKENS, _MAX_TOKENS)
-    cut = -1
-    for place, character in enumerate(window):
-        if character != "\n" and not (
-            not document.name.endswith(".py") and window[place - 1 : place + 1] in (". ", "! ")
-        ):
-            continue
-        tokens = len(tokenizer.encode(window[: place + 1]).ids)
-        if tokens > _MAX_TOKENS:
-            break
-        cut = place + (1 if character == "\n" else 0)
-        if tokens >= wanted:
-            break
-    if cut <= 0 or len(tokenizer.encode(window[:cut]).ids) < _MIN_TOKENS:
+        begin = min(begins)
+    wanted, cut = rng.randint(MIN_TOKENS, MAX_TOKENS), begin
+    for place in range(begin, min(len(text), begin + _WINDOW_CHARS)):
+        if text[place] == "\n" or (not code and text[place - 1 : place + 1] in (". ", "! ")):
+            if (count := tokens(begin, place + 1)) > MAX_TOKENS:
+                break
+            cut = place + (text[place] == "\n")
+            if count >= wanted:
+                break
+    if tokens(begin, cut) < MIN_TOKENS or (code and not has_no_error(text[begin:cut])):  # a definition inside a string
         return None
-    if document.name.endswith(".py") and not has_no_error(window[:cut]):  # a definition inside a string
-        return None
-    return begin, begin + cut, min(len(text), begin + cut + 1500)
-
-
-def write_held_out(corpus: Corpus, path: Path) -> None:
-    """Write about 80 KB of held-out text: the beginnings of documents, separated by `<|endoftext|>`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    documents = sorted(corpus.held_out, key=lambda d: hashlib.sha256(d.name.encode()).digest())
-    share = max(2000, HELD_OUT_BYTES // len(documents))
-    pieces: list[str] = []
-    size = 0
-    for document in documents:
-        if size >= HELD_OUT_BYTES:
-            break
-        piece = document.text[:share]
-        if len(piece) < len(document.text) and "\n" in piece:
-            piece = piece[: piece.rindex("\n") + 1]
-        pieces.append(piece.strip("\n"))
-        size += len(piece.encode())
-    path.write_text("\n<|endoftext|>\n".join(pieces) + "\n", encoding="utf-8")
+    return begin, cut

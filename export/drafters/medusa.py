@@ -46,8 +46,8 @@ class MedusaConfig(DrafterConfig):
 def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> MedusaConfig:
     """Return a drafter's configuration for a verifier of this transformers configuration, with the fields in `own`."""
     return MedusaConfig(
-        hidden_size=decoder_shape(verifier).hidden, vocab_size=vocab_size, logit_scale=model_config.logit_scale(verifier),
-        **own,
+        hidden_size=decoder_shape(verifier).hidden, vocab_size=vocab_size,
+        logit_scale=model_config.logit_scale(verifier), **own,
     )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ class LengthController(BudgetController):
         self._rule = rule
 
     def budget(self, seq: Sequence) -> Budget:
-        """Return the budget of a draft of the rule's length."""
         rule, length = self._rule, self.length(seq)
         return Budget(length * rule.width, length, rule.width, rule.confidence)
 

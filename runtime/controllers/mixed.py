@@ -11,8 +11,8 @@ from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, Choice, Outcome, Tree
 
 
-class Controllers:
-    """The controllers of a batch as one `Controller`, for one step."""
+class Controllers(Controller):
+    """The controllers of a batch as one, for one step."""
 
     weighs = True
 
@@ -22,18 +22,15 @@ class Controllers:
             self._slots.setdefault(seq.speculation.controller, []).append(slot)
 
     def begin(self, sequences: int, methods: str) -> None:
-        """Begin the step of every controller."""
         for controller in self._slots:
             controller.begin(sequences, methods)
 
     def budget(self, seq: Sequence) -> Budget:
-        """Return the budget from the sequence's own controller."""
         return seq.speculation.controller.budget(seq)
 
     def plan(
         self, batch: abc.Sequence[Sequence], offers: abc.Sequence[abc.Sequence[Offer]], limits: abc.Sequence[StepLimits]
     ) -> list[Plan]:
-        """Plan with each controller for its own sequences."""
         plans: dict[int, Plan] = {}
         for controller, slots in self._slots.items():
             own = controller.plan(*[[values[slot] for slot in slots] for values in (batch, offers, limits)])  # type: ignore[arg-type]
@@ -53,19 +50,15 @@ class Controllers:
         return [trees[slot] for slot in range(len(batch))]
 
     def explain(self, seq: Sequence) -> Choice | None:
-        """Return the choice of the sequence's own controller."""
         return seq.speculation.controller.explain(seq)
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """Record the times in every controller."""
         for controller in self._slots:
             controller.timed(offers_ms, made_ms, nodes)
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Record the outcome in the sequence's own controller."""
         seq.speculation.controller.observe(seq, plan, tree, outcome)
 
     def ended(self, speculated: bool, host_ms: float) -> None:
-        """End the step of every controller."""
         for controller in self._slots:
             controller.ended(speculated, host_ms)

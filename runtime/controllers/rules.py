@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from math import ceil, exp, log
 
 from redraft.errors import UsageError
-from redraft.types import DraftTree, Tree
+from redraft.runtime.tree import part_of
+from redraft.types import Tree
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,15 @@ def confident(tree: Tree, threshold: float) -> Tree:
 
 
 def up_to(tree: Tree, ends: list[bool]) -> Tree:
-    """Return the nodes of `tree` that have no ancestor in `ends`, in their old order. Such a node itself is kept.
+    """Return the nodes of `tree` that have no ancestor in `ends`, in their old order. Such a node itself stays.
 
     ends: for each node, the root included, true if a draft ends after it.
     """
     parents = tree.parents.tolist()
-    place = [0] + [-1] * (len(parents) - 1)
-    kept = [0]
+    stays = [True] * len(parents)
     for node in range(1, len(parents)):
-        parent = parents[node]
-        if place[parent] >= 0 and not ends[parent]:
-            place[node] = len(kept)
-            kept.append(node)
-    if len(kept) == len(parents):
-        return tree
-    new_parents = tree.parents[kept]
-    new_parents[1:] = [place[parents[node]] for node in kept[1:]]
-    return DraftTree(tree.tokens[kept], new_parents, tree.log_probs[kept])
+        stays[node] = stays[parents[node]] and not ends[parents[node]]
+    return tree if all(stays) else part_of(tree, [node for node, does in enumerate(stays) if does])
 
 
 def check_share(name: str, value: float) -> None:
@@ -114,7 +107,6 @@ class Confidence(LengthRule):
 
     @property
     def confidence(self) -> float:
-        """The threshold."""
         return self.threshold
 
 
@@ -151,7 +143,6 @@ class GammaTune(LengthRule):
         return min(self.gamma_max, max(self.gamma_min, super().length(average)))
 
     def update(self, average: float, drafted: int, accepted: int) -> float:
-        """Return γ̄ after a draft."""
         if accepted == self.length(average):
             accepted += self.delta
         return min(self.gamma_max, max(self.gamma_min, (1 - self.eta) * average + self.eta * accepted))
@@ -172,7 +163,6 @@ class GammaTunePlus(GammaTune):
 
     @property
     def confidence(self) -> float:
-        """The threshold."""
         return self.threshold
 
 

@@ -83,7 +83,7 @@ class TreeMaker(Drafter):
     """
 
     step_ms: float = 0.0
-    """`Offer.step_ms` of fresh drafts, lately."""
+    """Recent value of `Offer.step_ms` for fresh drafts."""
 
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
@@ -127,31 +127,25 @@ class Pair(Drafter):
         self.has_engines = first.has_engines or second.has_engines
 
     def begin(self, seq: Sequence) -> None:
-        """Begin the request in both drafters."""
         self.first.begin(seq)
         self.second.begin(seq)
 
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
-        """Report the chunk to both drafters."""
         self.first.prefilled(seq, slot, start, tokens)
         self.second.prefilled(seq, slot, start, tokens)
 
     def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
-        """Return the offers of both drafters."""
         return (*self.first.offers(seq, budget), *self.second.offers(seq, budget))
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
-        """Move the request in both drafters."""
         self.first.move(seq, source, target)
         self.second.move(seq, source, target)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """Report the outcome to both drafters."""
         self.first.accept(seq, tree, outcome)
         self.second.accept(seq, tree, outcome)
 
     def finish(self, seq: Sequence) -> None:
-        """Finish the request in both drafters."""
         self.first.finish(seq)
         self.second.finish(seq)
 
@@ -166,6 +160,5 @@ class Pair(Drafter):
                 raise error from None
 
     def forget(self, tenant: str) -> None:
-        """See `Drafter.forget`."""
         self.first.forget(tenant)
         self.second.forget(tenant)

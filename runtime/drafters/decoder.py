@@ -29,7 +29,7 @@ from redraft.names import DRAFT
 from redraft.runtime.drafters.candidate_noise import RowsProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
 from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
-from redraft.runtime.drafters.growing_tree import GrowingTree, log_share
+from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.steps import LruCache
 from redraft.runtime.tree import root_only, within
@@ -62,43 +62,6 @@ class Drafting:
         self.drafted = []
 
 
-@dataclass(slots=True)
-class Chain:
-    """A draft in progress.
-
-    left: levels that the budget still allows.   least, least_joint: logarithms under which a token's probability, and
-    the joint one, end the draft.   logits: of each level, if its tokens are drawn.
-    """
-
-    left: int
-    least: float
-    least_joint: float
-    tokens: list[int]
-    log_probs: list[float] = field(default_factory=lambda: [0.0])
-    logits: list[FloatArray] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, seq: Sequence, budget: Budget, steps: int) -> Chain:
-        """Return the chain of the root alone. The host does not know the probabilities of drawn tokens."""
-        left = min(budget.depth, budget.nodes, steps) if budget.width else 0
-        confidence, share = (0.0, 0.0) if seq.noise.drawn else (budget.confidence or 0.0, budget.share)
-        return cls(left, log_share(confidence), log_share(share), [seq.tokens[-1]])
-
-    @property
-    def may_stop(self) -> bool:
-        """True if a token's probability may end the draft."""
-        return max(self.least, self.least_joint) > -np.inf
-
-    def add(self, token: int, log_prob: float) -> None:
-        """Add a level, unless the draft has ended."""
-        if not self.left:
-            return
-        joint = self.log_probs[-1] + log_prob
-        self.tokens.append(token)
-        self.log_probs.append(joint)
-        self.left = 0 if log_prob < self.least or joint < self.least_joint else self.left - 1
-
-
 class DecoderDrafter(EngineDrafter):
     """Drafts chains, or trees if its shape is wide, with a decoder of its own, from tokens alone."""
 
@@ -120,7 +83,6 @@ class DecoderDrafter(EngineDrafter):
             self._warm()
 
     def begin(self, seq: Sequence) -> None:
-        """Create the state of `seq`."""
         seq.drafting[self] = Drafting()
 
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:

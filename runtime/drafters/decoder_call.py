@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Array, Buffer, Device, HostOutputs, Program, sized, slots_of
+from redraft.engines.device import Array, Buffer, Device, HostOutputs, Program, slots_of
+from redraft.runtime.bound_step import bound
 from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.drafters.growing_tree import GrowingTree
 from redraft.runtime.sequence import Sequence
@@ -49,15 +50,9 @@ class DraftCall:
                 known[name] = self._host_inputs.buffers[_at(name, level)]
             known[names.DRAWN] = self._host_inputs.buffers[names.DRAWN]
             rows = width if level == 0 else 1
-            sizes = {"B": sequences, "T": rows, "R": ends}
-            for spec in (*program.inputs, *program.outputs):
-                if spec.in_place_of:
-                    known[spec.name] = known[spec.in_place_of]
-                elif spec.name not in known:
-                    known[spec.name] = device.empty(spec.dtype, *sized(spec.shape, sizes))
-            known[names.TREE_MASK].write(np.tile(np.tri(rows, dtype=np.bool_), (sequences, 1, 1)))
+            runs.append(bound(device, program, known, {"B": sequences, "T": rows, "R": ends}))
             self._mask = known[names.TREE_MASK]
-            runs.append(program.bind({spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)}))
+            self._mask.write(np.tile(np.tri(rows, dtype=np.bool_), (sequences, 1, 1)))
             outputs = [device.host_outputs(known[name]) for name in (names.CANDIDATES, names.CANDIDATE_LOG_PROBS)]
             self._chosen.append((outputs[0], outputs[1]))
             fetches += [output.fetch for output in outputs]

@@ -17,10 +17,10 @@ from typing import Any, Self
 import numpy as np
 
 from redraft import names
+from redraft.engines import check_tree
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array, Buffer, Device, Program, Work, byte_size, sized, slots_of
 from redraft.engines.drafters import BuiltDrafter
-from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
 from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
 from redraft.runtime.bound_step import gathered, slot_copy
@@ -49,7 +49,7 @@ class EngineDrafter(TreeMaker):
     ) -> None:  # fmt: skip
         """Load its programs. Raises BundleError, and BackendError if they do not fit the device.
 
-        tables: by name.   options: of the method.   step_graphs: graphs of a step that it runs.
+        tables: arrays by name.   options: the method's.   step_graphs: graphs of a step that it runs.
         copied: tensors of the state that it also has a copy of.
         """
         super().__init__(verifier)
@@ -98,7 +98,6 @@ class EngineDrafter(TreeMaker):
         return MOST_CALLS * -(-self.verifier.max_num_seqs // 4)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
-        """Copy the drafter's rows of `seq` to another slot."""
         self._copy_slot(source, target, seq.drafting[self].cache_len)
 
     @abstractmethod
@@ -119,7 +118,7 @@ class EngineDrafter(TreeMaker):
         ranges = self.verifier.ranges
         with ranges.call(drafter_graph(self.name, graph)):
             work()
-            if ranges.watcher is not None and ranges.watcher.waits:
+            if ranges.listener is not None and ranges.listener.waits:
                 with ranges.stage(WAIT):
                     self._device.wait()
 

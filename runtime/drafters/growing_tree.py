@@ -1,4 +1,4 @@
-"""A decoder's tree while it grows, level by level, from the candidates of its likeliest nodes.
+"""A decoder's drafts while they grow: chains token by token, and trees from the candidates of their likeliest nodes.
 
 Li et al. 2024 (EAGLE-2), section 4: each level expands the nodes of the largest joint probability, and the tree keeps
 the likeliest of all nodes. Joint probabilities never grow along a path, so parents come before their children.
@@ -6,18 +6,56 @@ the likeliest of all nodes. Joint probabilities never grow along a path, so pare
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from math import inf, log
 
 import numpy as np
 
-from redraft.types import BoolArray, Budget, DraftTree, Draws, Proposal
+from redraft.runtime.sequence import Sequence
+from redraft.types import BoolArray, Budget, DraftTree, Draws, FloatArray, Proposal
 
 
 def log_share(share: float) -> float:
     """Return the logarithm of a probability; -inf for 0."""
     return log(share) if share > 0 else -inf
+
+
+@dataclass(slots=True)
+class Chain:
+    """A draft in progress.
+
+    left: levels that the budget still allows.   least, least_joint: logarithms under which a token's probability, and
+    the joint one, end the draft.   logits: of each level, if its tokens are drawn.
+    """
+
+    left: int
+    least: float
+    least_joint: float
+    tokens: list[int]
+    log_probs: list[float] = field(default_factory=lambda: [0.0])
+    logits: list[FloatArray] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, seq: Sequence, budget: Budget, steps: int) -> Chain:
+        """Return the chain of the root alone. The host does not know the probabilities of drawn tokens."""
+        left = min(budget.depth, budget.nodes, steps) if budget.width else 0
+        confidence, share = (0.0, 0.0) if seq.noise.drawn else (budget.confidence or 0.0, budget.share)
+        return cls(left, log_share(confidence), log_share(share), [seq.tokens[-1]])
+
+    @property
+    def may_stop(self) -> bool:
+        """True if a token's probability may end the draft."""
+        return max(self.least, self.least_joint) > -np.inf
+
+    def add(self, token: int, log_prob: float) -> None:
+        """Add a level, unless the draft has ended."""
+        if not self.left:
+            return
+        joint = self.log_probs[-1] + log_prob
+        self.tokens.append(token)
+        self.log_probs.append(joint)
+        self.left = 0 if log_prob < self.least or joint < self.least_joint else self.left - 1
 
 
 @dataclass
@@ -50,7 +88,9 @@ class GrowingTree:
         confidence, share = (0.0, 0.0) if drawn else (budget.confidence or 0.0, budget.share)
         return cls(width, most, log_share(confidence), log_share(share), [root])
 
-    def grow(self, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], last: bool) -> None:
+    def grow(
+        self, tokens: abc.Sequence[abc.Sequence[int]], log_probs: abc.Sequence[abc.Sequence[float]], last: bool
+    ) -> None:
         """Add candidates of the nodes in `ends`, best first, and choose the next ones; none after the last level."""
         grown = []
         for parent, found, shares in zip(self.ends, tokens, log_probs, strict=False):

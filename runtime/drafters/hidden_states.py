@@ -65,11 +65,11 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
 
     def _run_draft(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
         """Run a draft, and keep the chains of sequences without rows."""
-        kept = self._chain_backups(batch, rows)
-        for backup in kept:
+        backups = self._chain_backups(batch, rows)
+        for backup in backups:
             backup.save()
         super()._run_draft(call, batch, rows)
-        for backup in kept:
+        for backup in backups:
             backup.restore()
 
     def _warm_calls(self) -> list[CallShape]:

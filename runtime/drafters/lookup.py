@@ -41,7 +41,6 @@ class LookupDrafter(Drafter):
     def create(
         cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
     ) -> Self:
-        """Return the drafter with options of its method. Raises UsageError."""
         return cls(verifier, cls.method.parse_options(options))
 
 

@@ -34,12 +34,10 @@ class LyannaDrafter(HiddenStateDrafter):
         return partial(lookup, self._host_tables)
 
     def remaining(self, seq: Sequence) -> int:
-        """Return the unused steps of the last draft of `seq`."""
         left: int = self.shape.steps - seq.drafting[self].used
         return left if self.options.resample and left > self.options.threshold else 0
 
     def resample(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
-        """Return trees from the unused steps of the last drafts."""
         call = self._call(RESAMPLE, range(len(batch)), 0)
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]

@@ -117,7 +117,6 @@ class NgramDrafter(LookupDrafter):
         self._rates = [first * later for first in STARTING_RATES for later in _LATER_SIBLING]
 
     def begin(self, seq: Sequence) -> None:
-        """Create the index of the request."""
         seq.drafting[self] = NgramIndex(seq.tokens, self.options, self._rates)
 
     def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:

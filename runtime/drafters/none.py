@@ -14,7 +14,6 @@ class NoDrafter(Drafter):
     """Offers nothing."""
 
     def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
-        """Return no offers."""
         return ()
 
 

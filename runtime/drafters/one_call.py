@@ -19,9 +19,9 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
 from redraft.engines.drafters import BuiltDrafter
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.names import DRAFT, RESAMPLE
-from redraft.runtime.bound_step import gathered
+from redraft.runtime.bound_step import bound, gathered
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore
 from redraft.runtime.drafters.candidate_noise import AddedLogits, ChainProposal
 from redraft.runtime.drafters.engine import FeatureBuffers
@@ -68,7 +68,6 @@ class OneCallDrafter(FeatureBuffers):
         """See `redraft.runtime.verifier.FeatureReader.pending`."""
 
     def begin(self, seq: Sequence) -> None:
-        """Create the state of `seq`."""
         seq.drafting[self] = Drafting(used=self.shape.steps)
 
     def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
@@ -109,7 +108,6 @@ class OneCallDrafter(FeatureBuffers):
         self._run(DRAFT, call.work)
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
-        """Return milliseconds of a draft and of a resampling."""
         width = self._width(rows)
         self._noise.clear()
         call = self._call(DRAFT, range(1), width)
@@ -259,11 +257,7 @@ class TreeCall:
         drafted = {names.DRAFTED: (sizes["B"],)} if self.stores else {}
         self.host_inputs = device.host_inputs(**shapes, **drafted)
         known |= self.host_inputs.buffers
-        for spec in (*program.inputs, *program.outputs):
-            if spec.name not in known:
-                other = known.get(spec.in_place_of) if spec.in_place_of else None
-                known[spec.name] = other or device.empty(spec.dtype, *sized(spec.shape, sizes))
-        runs = [program.bind({spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)})]
+        runs = [bound(device, program, known, sizes)]
         for place, rows in enumerate(pending):
             runs.insert(0, self._taking(rows, known[names.of_state(names.FEATURE_ROWS, place)]))
         self._tokens, self._parents, self._log_probs = (known[name] for name in _TREE)

@@ -4,7 +4,7 @@ Row q, the token at position q, is steered by the hidden states of an earlier po
 
 - A draft's rows all have those of the node whose logits gave the last returned token. This token is the root, at
   position t, so p = t - 1: the root's row has δ = 1, and the row of the i-th drafted token δ = i + 1.
-- Rows that catch up have δ = 1: those of the prompt, of tokens that plain steps or other drafters brought, and of a
+- Rows that catch up have δ = 1: those of the prompt, of tokens of plain steps or of other drafters, and of a
   draft's last token if it was accepted. Position 0 has no earlier one, so its row has no bias.
 - Rows of accepted drafted tokens are kept, with keys and values as they were made.
 

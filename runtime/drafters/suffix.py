@@ -53,7 +53,7 @@ class Rates:
 class SuffixDraft(GrowingDraft):
     """A tree with the frequency of each node among its siblings.
 
-    rates: of its candidates.   most: nodes after the root that may be offered.
+    rates: rates of its candidates.   most: nodes after the root that may be offered.
     """
 
     rates: Rates = field(default_factory=Rates)
@@ -106,7 +106,6 @@ class SuffixDrafter(LookupDrafter):
             self.store = SuffixStore(most, limits.suffix_decoding_max_cached_tokens, self._context)
 
     def check_tenant(self) -> None:
-        """Raise UsageError if the store keeps no outputs."""
         if self.store is None:
             raise UsageError(
                 f"{self.name} keeps no earlier outputs, so a tenant would change nothing",
@@ -114,12 +113,10 @@ class SuffixDrafter(LookupDrafter):
             )
 
     def forget(self, tenant: str) -> None:
-        """Drop the tenant's outputs."""
         if self.store is not None:
             self.store.forget(tenant)
 
     def begin(self, seq: Sequence) -> None:
-        """Create the state of the request."""
         state = seq.drafting[self] = RequestState(SuffixTree(self._context))
         state.extend(seq.tokens)
 

@@ -45,6 +45,14 @@ class _Node:
         self.places: list[int] = []
         self.children: dict[int, _Node] | None = None
 
+    def child(self, before: int) -> _Node:
+        """Return the child of a split node, which is created on first use."""
+        assert self.children is not None
+        child = self.children.get(before)
+        if child is None:
+            child = self.children[before] = _Node()
+        return child
+
 
 class SuffixTree:
     """The texts of some sequences, by their numbers, which increase.
@@ -95,11 +103,6 @@ class SuffixTree:
         index = place & _INDEX
         return self._texts[place >> _SHIFT][index : index + count]
 
-    @staticmethod
-    def index_of(place: int) -> int:
-        """Return the index of a place in its text."""
-        return place & _INDEX
-
     def _walk(self, tokens: Sequence[int]) -> Iterator[_Node]:
         """Yield the nodes of the latest tokens, root first, as far as the tree has them."""
         node: _Node | None = self._root
@@ -131,11 +134,7 @@ class SuffixTree:
         while node.children is not None:
             _append(node.places, place)
             depth += 1
-            before = text[index - depth] if depth <= index else _START
-            child = node.children.get(before)
-            if child is None:
-                child = node.children[before] = _Node()
-            node = child
+            node = node.child(text[index - depth] if depth <= index else _START)
         if depth >= min(self._depth, SPLIT_DEPTH, index + 1):
             _append(node.places, place)
             return
@@ -147,11 +146,7 @@ class SuffixTree:
         node.children = {}
         for place in node.places:
             text, index = self._texts[place >> _SHIFT], place & _INDEX
-            before = text[index - depth - 1] if depth < index else _START
-            child = node.children.get(before)
-            if child is None:
-                child = node.children[before] = _Node()
-            child.places.append(place)
+            node.child(text[index - depth - 1] if depth < index else _START).places.append(place)
 
     def _take_out(self, text: Sequence[int], index: int, place: int) -> None:
         node, depth = self._root, 0

@@ -16,6 +16,7 @@ import tokenizers
 
 from redraft.errors import UsageError
 from redraft.runtime.params import JSON_SCHEMA, REGEX, Grammar
+from redraft.runtime.sampling.processors import Processor
 from redraft.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def guided_tokenizer(tokenizer: tokenizers.Tokenizer, vocabulary: int, eos: Sequ
         ) from None
 
 
-class Constraint:
-    """A compiled grammar, as a `redraft.runtime.sampling.processors.PathProcessor`."""
+class Constraint(Processor):
+    """A compiled grammar."""
 
     def __init__(self, grammar: Grammar, tokenizer: LLTokenizer) -> None:
         """Compile. Raises UsageError if that fails, or if no token can begin a text."""

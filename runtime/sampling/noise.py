@@ -149,8 +149,8 @@ NoiseKind = Literal["none", "coupled", "drawn"]
 class DraftNoise:
     """How candidates follow a request's sampling.
 
-    temperature: of the request. At 0 candidates have no noise, and the rest does not count.
-    seed:        of the request.
+    temperature: the request's temperature. At 0 candidates have no noise, and the other fields do not count.
+    seed:        the request's seed.
     stream:      COUPLED for the verifier's own noise: candidates are the tokens that the verifier would sample if the
                  drafter's logits were right. DRAWN to draw from the drafter's distribution, for rejection
                  sampling.
@@ -167,7 +167,7 @@ class DraftNoise:
 
     @property
     def kind(self) -> NoiseKind:
-        """How likely a candidate is to be accepted differs between these."""
+        """The kind of noise. Acceptance rates differ between kinds, so the controller learns them by kind."""
         return "drawn" if self.drawn else "coupled" if self.temperature > 0 else "none"
 
     def logit_scale(self, draft_logit_scale: float) -> float:

@@ -110,7 +110,7 @@ class PathSampler(Sampler):
     def _guesses(self, logits: FloatArray, tree: Tree, length: int) -> list[int]:
         """Return the target tokens of pinned nodes without processors, and NOT_REACHED for all others.
 
-        length: of the committed tokens.
+        length: number of committed tokens.
         """
         targets = [NOT_REACHED] * len(tree)
         if tree.pinned is not None:

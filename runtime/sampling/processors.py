@@ -6,8 +6,9 @@ user's own functions. Temperature and truncation come after them (`truncation`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,15 +17,16 @@ from redraft.runtime.params import LogitsProcessor, SamplingParams
 from redraft.types import FloatArray, IntArray
 
 
-class Processor(Protocol):
+class Processor(ABC):
     """Changes logits by the tokens of a path. Its methods raise UsageError if the request cannot go on."""
 
-    def begin(self, prompt_tokens: Sequence[int]) -> Any:
+    def begin(self, prompt_tokens: Sequence[int]) -> Any:  # noqa: B027 (some have no state)
         """Return the state after the prompt."""
 
-    def advance(self, state: Any, token: int) -> Any:
+    def advance(self, state: Any, token: int) -> Any:  # noqa: B027 (as above)
         """Return the state after one more token. `state` stays as it is."""
 
+    @abstractmethod
     def process(self, state: Any, logits: FloatArray) -> FloatArray:
         """Return the logits [V] of the next token after `state`. It may write into `logits`."""
 
@@ -43,7 +45,7 @@ def make_processors(params: SamplingParams, stop_tokens: Collection[int]) -> lis
     return found
 
 
-class Biases:
+class Biases(Processor):
     """Adds a bias to some logits, and forbids banned tokens."""
 
     def __init__(self, biases: dict[int, float], banned: Sequence[int]) -> None:
@@ -51,20 +53,13 @@ class Biases:
         self._biases = np.array(list(biases.values()), np.float32)
         self._banned = np.array(banned, np.int64)
 
-    def begin(self, prompt_tokens: Sequence[int]) -> None:
-        """Return no state."""
-
-    def advance(self, state: None, token: int) -> None:
-        """Return no state."""
-
     def process(self, state: None, logits: FloatArray) -> FloatArray:
-        """Add the biases."""
         logits[self._ids] += self._biases
         logits[self._banned] = -np.inf
         return logits
 
 
-class MinTokens:
+class MinTokens(Processor):
     """Forbids end-of-sequence tokens until the answer has enough tokens. The state is their number."""
 
     def __init__(self, count: int, stop_tokens: Collection[int]) -> None:
@@ -72,15 +67,12 @@ class MinTokens:
         self._stops = np.array(sorted(stop_tokens), np.int64)
 
     def begin(self, prompt_tokens: Sequence[int]) -> int:
-        """Return 0."""
         return 0
 
     def advance(self, state: int, token: int) -> int:
-        """Count a token."""
         return state + 1
 
     def process(self, state: int, logits: FloatArray) -> FloatArray:
-        """Forbid the end of the text if it is too early."""
         if state < self._count:
             logits[self._stops] = -np.inf
         return logits
@@ -93,7 +85,7 @@ class Seen(NamedTuple):
     counts: FloatArray
 
 
-class Penalties:
+class Penalties(Processor):
     """Makes tokens of the text less likely: repetition (CTRL, Keskar et al. 2019, §4.1), presence and frequency.
 
     The repetition penalty counts tokens of prompt and answer, the other two those of the answer.
@@ -108,7 +100,6 @@ class Penalties:
         return Seen(ids, np.zeros(len(ids), np.float32))
 
     def advance(self, state: Seen, token: int) -> Seen:
-        """Count a token of the answer."""
         place = int(np.searchsorted(state.ids, token))
         if place == len(state.ids) or state.ids[place] != token:
             return Seen(np.insert(state.ids, place, token), np.insert(state.counts, place, 1))
@@ -126,18 +117,16 @@ class Penalties:
         return logits
 
 
-class Functions:
+class Functions(Processor):
     """Calls the user's functions. The state is the path's tokens."""
 
     def __init__(self, functions: Sequence[LogitsProcessor]) -> None:
         self._functions = functions
 
     def begin(self, prompt_tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the prompt."""
         return tuple(prompt_tokens)
 
     def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
-        """Append a token."""
         return (*state, token)
 
     def process(self, state: tuple[int, ...], logits: FloatArray) -> FloatArray:

@@ -50,7 +50,7 @@ class Support(NamedTuple):
         found[self.ids] = weights
         return found
 
-    def kept(self, places: IntArray) -> Support:
+    def subset(self, places: IntArray) -> Support:
         """Return the tokens at these places, which ascend."""
         return Support(places if self.ids is None else self.ids[places], self.scores[places])
 
@@ -69,7 +69,7 @@ def support_of(logits: FloatArray, params: SamplingParams) -> Support:
     if params.top_p < 1:
         found = _top_p(found, params.top_p)
     if params.min_p > 0:
-        found = found.kept(np.flatnonzero(found.scores >= log(params.min_p)))
+        found = found.subset(np.flatnonzero(found.scores >= log(params.min_p)))
     return found
 
 
@@ -101,7 +101,7 @@ def _scores(logits: FloatArray, temperature: float) -> FloatArray:
 
 def _top_k(support: Support, k: int) -> Support:
     least = np.partition(support.scores, -k)[-k]
-    return support.kept(np.flatnonzero(support.scores >= least))
+    return support.subset(np.flatnonzero(support.scores >= least))
 
 
 def _top_p(support: Support, p: float) -> Support:
@@ -112,13 +112,13 @@ def _top_p(support: Support, p: float) -> Support:
     weights = np.exp(support.scores)
     total = float(weights.sum())
     likely = np.sort(weights[weights > (1 - p) / len(weights) * total * _MARGIN])[::-1]
-    kept = 1 + int(np.searchsorted(np.cumsum(likely, dtype=np.float64), p * total))
-    least = likely[:kept][-1]
+    count = 1 + int(np.searchsorted(np.cumsum(likely, dtype=np.float64), p * total))
+    least = likely[:count][-1]
     places = np.flatnonzero(weights >= least)
-    if len(places) > kept:
+    if len(places) > count:
         equal = np.flatnonzero(weights[places] == least)
-        places = np.delete(places, equal[kept - len(places) :])
-    return support.kept(places)
+        places = np.delete(places, equal[count - len(places) :])
+    return support.subset(places)
 
 
 _MARGIN = 1 - 1e-6

@@ -10,10 +10,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from redraft.assembly.drafters import check_graph, resolve_drafters
+from redraft.assembly.drafter_graphs import check_graph
+from redraft.assembly.drafters import OpenedDrafter, open_drafter, settings_of
+from redraft.assembly.models import Model
+from redraft.assembly.options import BuildRequest
+from redraft.assembly.resolve import Target, resolve_build
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines.manifest import GraphRecord
 from redraft.errors import RedraftError, UnsupportedModelError
+from redraft.export.drafters.checkpoint import Identity
 from redraft.names import TensorSpec
 
 RECORD = GraphRecord(
@@ -59,14 +64,10 @@ def test_a_specification_that_a_graph_does_not_fit(folder: Path, record: GraphRe
     assert message in str(error.value)
 
 
-NO_CHECKPOINT: Any = None
-"""Drafters with random weights do not depend on the verifier's."""
-
-
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (DrafterBuild("a", "random"), "drafter a: random weights need a method; give method= one of "),
+        (DrafterBuild("a", "random"), "drafter a: random weights need a method; add method=, one of "),
         (DrafterBuild("a", "random", "ngram"), "drafter a: method ngram needs no drafter"),
         (DrafterBuild("a", "random", "absent"), "unknown drafting method 'absent'; the methods are none, ngram"),
         (DrafterBuild("a", "random", "lyanna", {"depth": 3}), "drafter a: unknown key depth; known keys are"),
@@ -75,12 +76,23 @@ NO_CHECKPOINT: Any = None
 )
 def test_a_drafter_that_cannot_be_built(drafter: DrafterBuild, message: str) -> None:
     with pytest.raises(RedraftError, match=message):
-        resolve_drafters(BuildConfig(drafters=(drafter,)), NO_CHECKPOINT)
+        opened(drafter)
 
 
-def test_a_drafter_asks_for_the_hidden_states_of_its_method() -> None:
-    own = DrafterBuild("a", "random", "lyanna")
-    waiting = DrafterBuild("b", None, "lyanna")
-    found = resolve_drafters(BuildConfig(drafters=(own, waiting), hidden_states=("3",)), NO_CHECKPOINT)
-    assert found.hidden_states == ("3", "last")
-    assert found.drafters == (own,)
+def opened(drafter: DrafterBuild, checkpoint: Any = None) -> OpenedDrafter:
+    """Open a drafter, which may depend on the verifier's checkpoint."""
+    return open_drafter(settings_of(drafter, BuildConfig()), checkpoint, Identity((), ""), BuildConfig())
+
+
+def test_a_build_reads_the_hidden_states_of_its_drafters(checkpoint: Path, tmp_path: Path) -> None:
+    """A recipe's settings without a folder are left out."""
+    own, waiting = DrafterBuild("a", "random", "lyanna"), DrafterBuild("b", None, "lyanna")
+    config = BuildConfig(drafters=(own, waiting), hidden_states=("1",))
+    request = BuildRequest("m", texts={})
+    build = resolve_build(
+        Model("m", "m", checkpoint), Target.of(config, None), tmp_path / "out", request, lambda line: None
+    )
+    assert build.config.hidden_states == ("1", "last")
+    assert [drafter.id for drafter in build.drafters] == ["a"]
+    assert build.config.drafters == (own,)
+    assert list(tmp_path.iterdir()) == []

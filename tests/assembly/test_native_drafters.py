@@ -14,12 +14,13 @@ from tests.export.models import write_checkpoint
 from tests.little import write_tokenizer
 from tests.runtime.fakes import CURVE
 
-from redraft.assembly.drafters import drafter_digests, native_drafter, resolve_drafters
-from redraft.assembly.options import choose_drafters, options_of
+from redraft.assembly.drafters import OpenedDrafter, drafter_digests, native_drafter, open_drafter, settings_of
+from redraft.assembly.options import choose_drafters
 from redraft.cli import main
 from redraft.config import NATIVE, BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.export.drafters.checkpoint import Identity
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Costs
@@ -102,37 +103,34 @@ def test_native_is_a_source_of_a_drafter() -> None:
     (alone,), (named,) = (choose_drafters(BuildConfig(), [text]) for text in ("native", "fast=native,steps=2"))
     assert alone == DrafterBuild("mtp", NATIVE, "mtp")
     assert named == DrafterBuild("fast", NATIVE, "mtp", {"steps": 2})
-    options = options_of(BuildConfig(), BuildConfig(drafters=(named,)))
-    assert options == ("--drafter", "fast=native,method=mtp,steps=2")
-    assert choose_drafters(BuildConfig(), options[1:]) == (named,)
+
+
+def opened(drafter: DrafterBuild, checkpoint: Checkpoint) -> OpenedDrafter:
+    return open_drafter(settings_of(drafter, BuildConfig()), checkpoint, Identity((), ""), BuildConfig())
 
 
 def test_the_drafters_files_are_the_checkpoints(tmp_path: Path) -> None:
     """A change of the module alone makes another bundle."""
     checkpoint = Checkpoint.open(write_native(tmp_path, "mimo"))
-    config = resolve_drafters(BuildConfig(drafters=(DrafterBuild("mine", NATIVE),)), checkpoint)
-    assert config.drafters[0].method == "mtp"
-    assert config.hidden_states == (str(LAYERS - 1),)
-    before = drafter_digests(config, checkpoint)
+    drafter = DrafterBuild("mine", NATIVE)
+    found = opened(drafter, checkpoint)
+    assert (found.method.id, found.hidden_states) == ("mtp", (str(LAYERS - 1),))
+    before = drafter_digests([settings_of(drafter, BuildConfig())], checkpoint)
     assert list(before) == ["drafter mine model.safetensors"]
     tensors = load_file(str(tmp_path / "model.safetensors"))
     tensors["model.mtp_layers.0.input_proj.weight"] += 1
     save_file(tensors, str(tmp_path / "model.safetensors"))
-    assert drafter_digests(config, checkpoint) != before
+    assert drafter_digests([settings_of(drafter, BuildConfig())], checkpoint) != before
 
 
-@pytest.mark.parametrize(
-    ("drafter", "random", "message"),
-    [
-        (DrafterBuild("mine", NATIVE), False, "has no multi-token-prediction module; train a drafter"),
-        (DrafterBuild("mine", NATIVE, "lyanna"), False, "no checkpoint has a drafter of lyanna inside; leave out"),
-        (DrafterBuild("mine", NATIVE), True, "a verifier with random weights has no drafter inside; give mine=random"),
-    ],
-)  # fmt: skip
-def test_a_drafter_that_is_not_inside(tmp_path: Path, drafter: DrafterBuild, random: bool, message: str) -> None:
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, "llama"))
-    with pytest.raises((CheckpointError, UsageError), match=message):
-        resolve_drafters(BuildConfig(drafters=(drafter,), random_weights=random), checkpoint)
+def test_a_drafter_that_is_not_inside(tmp_path: Path) -> None:
+    checkpoint, inside = Checkpoint.open(write_checkpoint(tmp_path, "llama")), DrafterBuild("mine", NATIVE)
+    with pytest.raises(CheckpointError, match="has no multi-token-prediction module; train a drafter"):
+        opened(inside, checkpoint)
+    with pytest.raises(UsageError, match="no checkpoint has a drafter of lyanna inside; leave out"):
+        opened(DrafterBuild("mine", NATIVE, "lyanna"), checkpoint)
+    with pytest.raises(UsageError, match="a verifier with random weights has no drafter inside; give mine=random"):
+        settings_of(inside, BuildConfig(random_weights=True))
 
 
 def test_a_build_without_drafters_names_the_module(tmp_path: Path) -> None:

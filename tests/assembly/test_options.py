@@ -5,32 +5,32 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from redraft.assembly import models
-from redraft.assembly.options import PrecisionOption, choose_drafters, options_of, parse_precisions
-from redraft.cli.build_options import Weights, choose
-from redraft.config import BuildConfig, DrafterBuild
+from redraft.assembly.drafters import settings_of
+from redraft.assembly.options import (
+    BuildRequest,
+    choose_drafters,
+    configurations,
+    options_of,
+    parse_precisions,
+)  # fmt: skip
+from redraft.config import BuildConfig, DrafterBuild, TensorRtBuild
 from redraft.errors import RedraftError, UsageError
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are draft_vocabulary, nodes"),
-        ("mine,method=lyanna,source=x", "--drafter lyanna: unknown key source"),
+        ("mine,method=lyanna,depth=3", "drafter lyanna: unknown key depth; known keys are draft_vocabulary, nodes"),
         ("mine,method=lyanna,nodes", "'nodes' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=", "'nodes=' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is not KEY=VALUE, or is repeated"),
-        ("a=mine,method=lyanna,nodes=0", "--drafter a: nodes must be a positive number, not 0"),
-        ("mine,method=lyanna,nodes=-1", "--drafter lyanna: nodes must be a positive number, not -1"),
-        ("mine,method=medusa,nodes=-1", "--drafter medusa: nodes must be a number from 1 to 255, not -1"),
-        ("mine,method=mtp,steps=-2", "--drafter mtp: steps must be a number from 1 to 16, not -2"),
-        (f"mine,method=mtp,steps={'9' * 5000}", "--drafter mtp: steps must be a whole number, not '999"),
-        ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
-        ("mine,method=lyanna,precision=fp8", "--drafter lyanna: precision must be one of fp32, fp16, bf16"),
-        ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: token_info must be one of fp16, int8, fp8, lowrank"),
+        (f"mine,method=mtp,steps={'9' * 5000}", "drafter mtp: steps must be a whole number, not '999"),
+        ("mine,method=lyanna,precision=fp8", "drafter lyanna: precision must be one of fp32, fp16, bf16"),
         ("mine,method=absent", "unknown drafting method 'absent'; the methods are none, ngram, suffix, lookahead"),
         ("mine,method=ngram", "the method ngram has no drafter in bundles; methods with a drafter are lyanna"),
         ("random", "random weights need a method; add method=, one of lyanna"),
@@ -38,30 +38,25 @@ from redraft.errors import RedraftError, UsageError
         ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder, a GGUF file, a Hugging Face id, "),
         ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
         ("suffix=mine,method=lyanna", "no drafter can have the id 'suffix', which means something else"),
-        ("lookahead=mine,method=lyanna", "no drafter can have the id 'lookahead', which means something else"),
-        ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
-        ("prediction=mine,method=lyanna", "no drafter can have the id 'prediction', which means something else"),
         ("native=mine,method=lyanna", "no drafter can have the id 'native', which means something else"),
-        ("native,depth=3", "--drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
+        ("native,depth=3", "drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
         ("a=./no/folder", "--drafter 'a=./no/folder': there is no folder ./no/folder; give a drafter's folder; or a "),
         ("no/model.gguf", "there is no file no/model.gguf"),
     ],
 )
 def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
     with pytest.raises(RedraftError) as error:
-        choose_drafters(BuildConfig(), [text])
+        [settings_of(drafter, BuildConfig()) for drafter in choose_drafters(BuildConfig(), [text])]
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["someone/model", "qwen2-7b"])
 def test_a_drafter_by_a_hugging_face_id_or_a_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are downloaded, and the options that repeat the build name the id or the recipe."""
+    """Its files are downloaded."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr(models, "_download", lambda hub_id, report: tmp_path)
     (found,) = choose_drafters(BuildConfig(), [f"d={name},steps=5"])
-    assert (found.source, found.method, found.given) == (str(tmp_path), "draft_model", name)
-    options = options_of(BuildConfig(), BuildConfig(drafters=(found,)))
-    assert options == ("--drafter", f"d={name},method=draft_model,steps=5")
+    assert (found.source, found.method, found.options) == (str(tmp_path), "draft_model", {"steps": 5})
 
 
 def test_two_drafters_of_one_id() -> None:
@@ -86,37 +81,37 @@ OWN = drafter_of("recipes", steps=3, nodes=12)
 RECIPE = BuildConfig(drafters=(OWN,))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "config"),
-    [
-        (BuildConfig(), BuildConfig()),
-        (BuildConfig(), BuildConfig(precision="int4", max_model_len=64, random_weights=True)),
-        (RECIPE, RECIPE),
-        (RECIPE, BuildConfig()),
-        (RECIPE, BuildConfig(random_weights=True)),
-        (RECIPE, replace(RECIPE, random_weights=True)),
-        (RECIPE, BuildConfig(drafters=(drafter_of("mine", steps=3, nodes=12, token_info="int8"),))),
-        (RECIPE, BuildConfig(drafters=(drafter_of("recipes", steps=2, nodes=32, precision="fp32"),))),
-        (RECIPE, BuildConfig(drafters=(OWN, drafter_of("mine", "second", steps=2)))),
-        (BuildConfig(), BuildConfig(drafters=(drafter_of("random", "a", steps=2, token_info="lowrank"),))),
-    ],
-)
-def test_listed_options_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
-    told = options_of(recipe, config)
-    pairs = list(zip(told[::2], told[1::2], strict=True))
-    values = dict(pairs)
-    drafters = [f"{value},method=lyanna" if "," not in value or "method" not in value else value
-                for flag, value in pairs if flag == "--drafter" and value != "none"]  # fmt: skip
-    precision, max_model_len = (values.get(flag) for flag in ("--precision", "--max-model-len"))
-    found = choose(
-        recipe,
-        parse_precisions(precision)[0] if precision else None,
-        None,
-        Weights(values.get("--weights", "checkpoint")),
-        int(max_model_len) if max_model_len else None,
-    )
-    chosen = choose_drafters(found, ["none"] if values.get("--drafter") == "none" else drafters)
-    assert replace(found, drafters=chosen) == config
+def configured(recipe: BuildConfig = RECIPE, **options: Any) -> list[tuple[BuildConfig, tuple[str, ...]]]:
+    """Return the configurations of a request, and the options that repeat each."""
+    request = BuildRequest("m", **options)
+    return [(each, options_of(request, each)) for each in configurations(request, recipe)]
+
+
+def test_a_request_overrides_the_recipe_and_its_options_repeat_it() -> None:
+    assert configured() == [(RECIPE, ())]
+    asked = dict(backend="tensorrt", max_model_len=64, random_weights=True, model_path=Path("m"), drafters=("none",))
+    words = "--model-path m --backend tensorrt --max-model-len 64 --weights random --drafter none"
+    config = replace(RECIPE, backend="tensorrt", max_model_len=64, random_weights=True)
+    assert configured(**asked) == [(config, tuple(words.split()))]
+    given = dict(attention="plugin", embed_plugin=True, batch=2, tree_nodes=16, ignore_memory=True)
+    engines = TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
+    words = "--attention plugin --embed-plugin --batch 2 --tree-nodes 16 --ignore-memory"
+    recipe = BuildConfig(backend="tensorrt")
+    assert configured(recipe, tensorrt=given) == [(replace(recipe, tensorrt=engines), tuple(words.split()))]
+
+
+def test_each_of_several_precisions_has_its_own_options() -> None:
+    precisions = "int4,target=2.5,*lm_head*=8,*down_proj*=32,fp32"
+    (rounded, its), (exact, others) = configured(precision=precisions, drafters=("mine,method=lyanna",))
+    assert (rounded.precision, rounded.target) == ("int4", 0.025)
+    assert rounded.bits == (("*lm_head*", 8), ("*down_proj*", 32))
+    drafter = ("--drafter", "mine,method=lyanna")
+    assert its == ("--precision", "int4,target=2.5,*lm_head*=8,*down_proj*=32", *drafter)
+    assert (exact.precision, exact.target, exact.bits) == ("fp32", None, ())
+    assert others == ("--precision", "fp32", *drafter)
+    assert configured(replace(RECIPE, precision="int8", target=0.1))[0][0].target == 0.1
+    with pytest.raises(UsageError, match="fp32 of the backend onnxruntime has no target and no bits by weight"):
+        BuildConfig(target=0.1)
 
 
 def test_the_command_line_overrides_the_recipes_drafter() -> None:
@@ -158,18 +153,6 @@ def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**values, "method": "absent"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=lyanna"])
     assert found.method == "lyanna"
-
-
-def test_precisions_with_keys() -> None:
-    found = parse_precisions("int4,target=2.5,*lm_head*=8,*down_proj*=32,fp32")
-    assert found == [
-        PrecisionOption("int4", 0.025, (("*lm_head*", 8), ("*down_proj*", 32))),
-        PrecisionOption("fp32"),
-    ]
-    config = choose(BuildConfig(), found[0], None, Weights.checkpoint, None)
-    assert options_of(BuildConfig(), config) == ("--precision", "int4,target=2.5,*lm_head*=8,*down_proj*=32")
-    with pytest.raises(UsageError, match="fp32 of the backend onnxruntime has no target and no bits by weight"):
-        BuildConfig(target=0.1)
 
 
 @pytest.mark.parametrize(

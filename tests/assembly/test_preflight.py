@@ -16,7 +16,7 @@ from tests.little import write_checkpoint
 
 from redraft.assembly import models, preflight
 from redraft.assembly.bundle import build_bundle
-from redraft.assembly.models import Model, Place, find_model
+from redraft.assembly.models import Model, find_model
 from redraft.assembly.preflight import check_libraries, needs_of
 from redraft.config import BuildConfig
 from redraft.errors import BackendError, BundleError, CheckpointError
@@ -33,12 +33,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(file: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Build in int8. Fails if a build goes on after the checks."""
-    monkeypatch.setattr("redraft.assembly.bundle._load_libraries", lambda: pytest.fail("the build went on"))
-    build_bundle(Model("m", "m", file), INT8, out, {"code": "a"}, False, lambda line: None)
+    monkeypatch.setattr("redraft.assembly.resolve.load_libraries", lambda: pytest.fail("the build went on"))
+    build_bundle(Model("m", "m", file), INT8, out, {"code": "a"})
 
 
 def test_too_little_disk(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = needs_of(GgufCheckpoint.open(file), INT8, measured=1000).disk
+    weights = needs_of(GgufCheckpoint.open(file), INT8, tmp_path, measured=1000).disk
     assert weights == sum(values.size for values in random_file("qwen2").tensors.values())
     usage = preflight.shutil.disk_usage(tmp_path)._replace(free=weights - 1)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)
@@ -52,7 +52,7 @@ def test_too_little_disk(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_too_little_memory(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = needs_of(GgufCheckpoint.open(file), INT8, measured=1000).memory
+    needed = needs_of(GgufCheckpoint.open(file), INT8, tmp_path, measured=1000).memory
     monkeypatch.setattr(preflight, "available_bytes", lambda: needed - 1)
     with pytest.raises(BackendError, match=r"takes at least 0.7 GiB of memory; 0.7 are free; .* --precision int4"):
         build(file, tmp_path / "out", monkeypatch)
@@ -63,11 +63,13 @@ def test_too_little_memory(file: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_needs_grow_with_the_weights_that_a_build_writes_and_loads(file: Path, tmp_path: Path) -> None:
     folder, packed = Checkpoint.open(write_checkpoint(tmp_path / "model")), GgufCheckpoint.open(file)
-    int8, int4 = (needs_of(packed, replace(INT8, precision=precision), 1) for precision in ("int8", "int4"))
+    int8, int4 = (needs_of(packed, replace(INT8, precision=precision), tmp_path, 1) for precision in ("int8", "int4"))
     assert (int4.disk, int4.memory < int8.memory) == (int8.disk // 2, True)
-    assert needs_of(packed, INT8, measured=0).memory < int8.memory < needs_of(packed, INT8, measured=1000).memory
-    assert needs_of(folder, BuildConfig(precision="fp32"), measured=1000).disk == 0  # hard links
-    assert needs_of(folder, replace(INT8, random_weights=True), measured=0) == preflight.Needs(0, 0)
+    least, most = (needs_of(packed, INT8, tmp_path, measured).memory for measured in (0, 1000))
+    assert least < int8.memory < most
+    fp32, fp16 = (needs_of(folder, BuildConfig(precision=precision), tmp_path, 1000) for precision in ("fp32", "fp16"))
+    assert fp32.disk == 0 < fp16.disk  # hard links, and converted weights
+    assert needs_of(folder, replace(INT8, random_weights=True), tmp_path, 0) == preflight.Needs(0, 0)
 
 
 def test_files_that_are_none_are_refused_without_torch(file: Path, tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ import sys
 from pathlib import Path
 from redraft.assembly.preflight import check_file
 from redraft.errors import RedraftError
-from redraft.export.gguf_checkpoint import open_checkpoint
+from redraft.export.gguf.checkpoint import open_checkpoint
 for path in {[str(file), *map(str, sorted(tmp_path.iterdir()))]!r}:
     try:
         check_file(open_checkpoint(Path(path)))
@@ -102,11 +104,11 @@ def test_without_the_extra_a_build_names_it(monkeypatch: pytest.MonkeyPatch) -> 
         check_libraries()
 
 
-def test_a_hub_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that drops packets looks so, and the Hub's own client waits for it without a limit."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub, "HfApi", partial(huggingface_hub.HfApi, endpoint=endpoint))
         monkeypatch.setattr(models, "HUB_SECONDS", 0.2)
         with pytest.raises(CheckpointError, match="the Hugging Face Hub cannot be reached; download"):
-            find_model("nobody/nothing", None, Place(None, False, tmp_path), lambda line: None)
+            find_model("nobody/nothing", None, lambda line: None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redraft.assembly.precisions import WORST, describe_choice, describe_target, misses, raised
-from redraft.assembly.quality import Texts, _Compared
+from redraft.assembly.quality import Compared, Texts
 from redraft.engines.manifest import Quality
 from redraft.errors import UsageError
 from redraft.export.quantization.calibrate import Calibration
@@ -28,29 +28,26 @@ def test_figures_are_those_of_their_definitions() -> None:
     generator = np.random.default_rng(0)
     exact, own = (generator.normal(size=(TOKENS, VOCABULARY)).astype(np.float32) for _ in range(2))
     targets = generator.integers(0, VOCABULARY, TOKENS - 1)
-    found = _Compared.empty()
-    found.add(own[:3], exact[:3], targets[:3])
-    found.add(own[3:], exact[3:], targets[3:])
+    found = Compared.joined(
+        [Compared.of(own[:3], exact[:3], targets[:3]), Compared.of(own[3:], exact[3:], targets[3:])]
+    )
     p, q = probabilities(exact), probabilities(own)
     losses = {name: -np.log(values[np.arange(TOKENS - 1), targets]) for name, values in (("p", p), ("q", q))}
-    assert found.perplexity == pytest.approx(math.exp(losses["q"].mean()), rel=1e-5)
-    assert found.perplexity_fp32 == pytest.approx(math.exp(losses["p"].mean()), rel=1e-5)
+    assert found.losses == pytest.approx(losses["q"], rel=1e-5)
+    assert found.losses_fp32 == pytest.approx(losses["p"], rel=1e-5)
     assert found.error == pytest.approx(np.std(losses["q"] - losses["p"]) / math.sqrt(TOKENS - 1), rel=1e-4)
     assert found.divergences == pytest.approx((p * np.log(p / q)).sum(-1), abs=1e-6)
-    assert found.same == (exact.argmax(-1) == own.argmax(-1)).tolist()
+    assert found.same.tolist() == (exact.argmax(-1) == own.argmax(-1)).tolist()
 
 
 def test_texts_have_one_length_and_calibration_other_tokens() -> None:
     encoded = {"code": [1, *range(100, 150)], "prose": [1, *range(200, 220)]}
     texts = Texts.of(encoded, 12, 64)
-    assert texts is not None
     assert texts.measured == {"code": [1, *range(100, 105)], "prose": [1, *range(200, 205)]}
     assert texts.calibration == [1, 105, 106, 107, 205, 206]
-    assert Texts.of({}, 12, 64) is None
     with pytest.raises(UsageError, match="the text of kind short has 2 tokens, too few to measure"):
         Texts.of({"short": [1, 2], **encoded}, 1000, 64)
     shortest = Texts.of(encoded, 1000, 9)
-    assert shortest is not None
     assert {len(ids) for ids in (*shortest.measured.values(), shortest.calibration)} == {9}
 
 

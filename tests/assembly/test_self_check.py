@@ -29,7 +29,7 @@ def build(checkpoint: Path, out: Path, check: bool = True, texts: dict[str, str]
     """Build in this process, and return the reported lines."""
     lines: list[str] = []
     model = Model("little", "little", checkpoint)
-    build_bundle(model, BuildConfig(**config), out, texts or {}, True, lambda line: lines.append(line), check)
+    build_bundle(model, BuildConfig(**config), out, texts, True, lines.append, check)
     return lines
 
 
@@ -63,7 +63,7 @@ def test_a_bundle_that_was_not_checked_is_not_current(checkpoint, tmp_path, redr
 
 def test_too_little_memory_for_the_check_is_an_error(checkpoint, tmp_path, monkeypatch):
     """A bundle without comparison is current only if the user asks for it."""
-    monkeypatch.setattr("redraft.assembly.bundle.available_bytes", lambda: 1000)
+    monkeypatch.setattr("redraft.assembly.self_check.available_bytes", lambda: 1000)
     with pytest.raises(BackendError, match=r"checking 2 layers in fp32 takes .* or build with --skip-check"):
         build(checkpoint, tmp_path / "engines")
     assert not list(tmp_path.iterdir())

@@ -10,9 +10,9 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from redraft.assembly import bundle as assembly
 from redraft.assembly import tokenizer_conversion
 from redraft.assembly.models import HUB_FILES
+from redraft.assembly.resolve import checkpoint_digests
 from redraft.assembly.tokenizers import SpecialTokens, write_text_files
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
 from redraft.export.checkpoint.safetensors import Checkpoint
@@ -307,6 +307,6 @@ def test_files_that_text_depends_on_are_downloaded_and_change_the_build(name: st
 
     assert list(filter_repo_objects([name], allow_patterns=HUB_FILES)) == [name]
     folder = write_folder(tmp_path / "model", {})
-    before = assembly._digests(Checkpoint.open(folder, weights=False))
+    before = checkpoint_digests(Checkpoint.open(folder, weights=False))
     write_folder(folder, {name: "{}"})
-    assert set(assembly._digests(Checkpoint.open(folder, weights=False))) - set(before) == {name}
+    assert set(checkpoint_digests(Checkpoint.open(folder, weights=False))) - set(before) == {name}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redraft.bench import gpu as gpu_bench
-from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.gpu import Gpu
 
 OPTIONS = ("--max-new-tokens", "12", "--budget", "nodes=6,depth=2,width=3")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redraft.bench import gpu as gpu_bench
-from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.gpu import Gpu
 from redraft.errors import BackendError
 
 Measure = Callable[..., dict[str, Any]]

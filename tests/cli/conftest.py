@@ -6,11 +6,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.little import Redraft, write_tokenizer
+from tests.little import write_tokenizer
 
 from redraft import names
 from redraft.cli import main
@@ -18,7 +19,8 @@ from redraft.engines.manifest import signed
 
 __all__ = ["write_tokenizer"]  # tests.runtime imports it from here
 Run = Callable[..., dict[str, Any]]
-RECIPE = """
+Refused = Callable[..., str]
+SCHEDULE = """
 steps = 3
 batch_tokens = 64
 seq_len = 16
@@ -28,14 +30,15 @@ optimizer = "adam"
 lr = 0.003
 held_out_every = 3
 evaluate_every = 3
-
+"""
+"""A training of three steps, for any method."""
+SELF_TEXT = """
 [self_text]
 rows = 4
 prompt_tokens = 4
 new_tokens = 20
 held_out_rows = 2
 """
-"""A drafter's training of three steps, for any method."""
 
 
 @pytest.fixture
@@ -62,16 +65,20 @@ def copy_with_template(bundle: Path, target: Path, template: str | None) -> Path
 
 
 @pytest.fixture
-def refused(redraft: Redraft) -> Callable[..., str]:
-    """Run a command that must fail like a user's mistake: one line, no traceback. Returns the line."""
+def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command in this process that must fail like a user's mistake: one line, no output. Returns the line."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("REDRAFT_DEBUG", raising=False)
 
-    def run(*arguments: object, status: int, **options: object) -> str:
-        result = redraft(*arguments, **options)
-        lines = [line for line in result.stderr.splitlines() if not line.startswith("[")]
-        assert result.returncode == status, result.stderr
-        assert len(lines) == 1, result.stderr
+    def run(*arguments: object, status: int, text: str = "") -> str:
+        monkeypatch.setattr("sys.stdin", StringIO(text))
+        capfd.readouterr()
+        assert main.run([*map(str, arguments)]) == status, capfd.readouterr().err
+        shown = capfd.readouterr()
+        lines = [line for line in shown.err.splitlines() if not line.startswith("[")]
+        assert len(lines) == 1, shown.err
         assert lines[0].startswith("redraft: error: ")
-        assert result.stdout == ""
+        assert shown.out == ""
         return lines[0]
 
     return run
@@ -89,14 +96,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
-def trained_drafter(method: str, verifier: Path, run: Run, tmp_path: Path) -> Path:
-    """Train a drafter for a few steps and publish it. Returns its folder."""
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    text = tmp_path / "text.txt"
+def trained_drafter(
+    method: str, verifier: Path, run: Run, folder: Path, recipe: str = SELF_TEXT, *options: object
+) -> Path:
+    """Train a drafter for a few steps in `folder`/run and publish it. Returns its folder.
+
+    recipe: what follows the schedule, or begins with its method.   options: of the training.
+    """
+    folder.mkdir(exist_ok=True)
+    own, _, rest = recipe.partition("\n")
+    (folder / "recipe.toml").write_text(f"{own}\n{SCHEDULE}{rest}")
+    text = folder / "text.txt"
     animals = ("cat", "dog", "fox", "hen", "pig", "rat") * 20
     text.write_text("\n<|endoftext|>\n".join(f"the {word} sat on a mat, and so did {word}." * 4 for word in animals))
-    trained, drafter = tmp_path / "run", tmp_path / "drafter"
-    options = ("--data", f"prose={text}", "--config", tmp_path / "recipe.toml", "--threads", "1")
-    assert run("train", method, "--verifier", verifier, "--out", trained, *options)["steps_run"] == 3
+    trained, drafter = folder / "run", folder / "drafter"
+    data = ("--verifier", verifier, "--data", f"prose={text}", "--config", folder / "recipe.toml", "--threads", "1")
+    assert run("train", method, *data, "--out", trained, *options)["steps_run"] == 3
     run("train", "publish", trained, "--out", drafter)
     return drafter

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.engines.locking import build_lock
+from redraft.engines.writer import build_lock
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]

@@ -75,9 +75,9 @@ def test_a_full_context_does_not_end_the_conversation(redraft: Redraft, bundle: 
 
 
 def test_refusals(refused: Callable[..., str], bundle: Path, with_template: Any, tmp_path: Path) -> None:
-    assert "chat template" in refused("chat", with_template(None), status=2, input="a\n")
-    assert "no method 'x'" in refused("chat", bundle, "--method", "x", status=2, input="a\n")
-    refused("chat", tmp_path / "none", status=1, input="a\n")
+    assert "chat template" in refused("chat", with_template(None), status=2, text="a\n")
+    assert "no method 'x'" in refused("chat", bundle, "--method", "x", status=2, text="a\n")
+    refused("chat", tmp_path / "none", status=1, text="a\n")
 
 
 def test_an_interrupt_ends_the_answer_alone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

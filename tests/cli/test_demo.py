@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from tests.little import Redraft
 
-from redraft.assembly import bundle as assembly
-from redraft.assembly import models
+from redraft.assembly import bundle as bundles
+from redraft.assembly import models, resolve
 from redraft.assembly.models import Model
+from redraft.assembly.options import BuildRequest
+from redraft.assembly.resolve import Target
 from redraft.cli import demo
-from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, DownloadError
 
 
@@ -62,11 +63,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Path]]:
     """Source, precision and folder of each bundle that a demo builds, which builds none here."""
     calls: list[tuple[str, str, Path]] = []
 
-    def record(model: Model, config: BuildConfig, out: Path, texts: object, force: bool, report: object) -> None:
-        assert (texts, force) == ({}, False)
-        calls.append((str(model.path), config.precision, out))
+    def record(model: Model, target: Target, out: Path, request: BuildRequest, report: object) -> None:
+        assert (request.texts, request.force, request.check) == ({}, False, True)
+        calls.append((str(model.path), target.config.precision, out))
 
-    monkeypatch.setattr(assembly, "build_bundle", record)
+    monkeypatch.setattr(resolve, "resolve_build", record)
+    monkeypatch.setattr(bundles, "_run", lambda *arguments: [])
     return calls
 
 

@@ -99,10 +99,6 @@ def test_no_such_file(refused: Refused, gguf_file: Path) -> None:
     assert "its folder has little-Q8_0.gguf" in line
 
 
-def test_no_model_mentions_gguf_files(refused: Refused) -> None:
-    assert "a GGUF file" in refused("build", "no-such-thing", status=2)
-
-
 def test_folder_of_gguf_files(refused: Refused, gguf_file: Path, tmp_path: Path) -> None:
     for options in ((gguf_file.parent,), (gguf_file, "--drafter", f"draft={gguf_file.parent}")):
         line = refused("build", *options, "-o", tmp_path / "out", status=1)

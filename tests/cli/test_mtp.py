@@ -64,7 +64,7 @@ def test_methods_share_a_batch_and_one_verification(bundle: Path, device: str | 
     with Runtime.open(bundle, threads=1, max_num_seqs=4, device=device, verify=False) as runtime:
         plain = [text.token_ids for text in runtime.generate(prompts, PARAMS, "none")]
         recording = Recording()
-        with runtime.verifier.ranges.watched(recording):
+        with runtime.verifier.ranges.listening(recording):
             found = runtime.generate(prompts, PARAMS, WAYS)
     assert [text.token_ids for text in found] == plain
     for text, way in zip(found, WAYS, strict=True):

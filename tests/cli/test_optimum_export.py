@@ -95,7 +95,7 @@ def test_interrupt_is_one_line(
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("redraft.assembly.bundle.build_bundle", interrupted)
+    monkeypatch.setattr("redraft.assembly.bundle.build_bundles", interrupted)
     assert optimum_export.run(["-m", str(checkpoint), str(tmp_path), "--eval-text", "none"]) == 130
     assert capsys.readouterr().err.endswith("redraft: error: interrupted\n")
 

@@ -9,28 +9,25 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx
 import pytest
+from tests.cli.conftest import Run
 from tests.engines.bundles import write_bundle
 from tests.standins.tensorrt import FakeTensorRt
 
 from redraft import names
-from redraft.assembly.options import options_of
 from redraft.cli import main
-from redraft.cli.build_options import Attention, choose_tensorrt
-from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
+from redraft.config import NATIVE_RELEASES
 from redraft.engines import open_bundle
+from redraft.engines.gpu import Gpu
 from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
-from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target
-from redraft.engines.tensorrt.tools import Tools
+from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target, Tools
 
 Refused = Callable[..., str]
 Build = Callable[..., int]
@@ -55,9 +52,8 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
     def run(release: str, *options: object, builder: Callable[[EngineBuild], bytes | memoryview] = fake) -> int:
         tools = Tools(Target(release, Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)), Plugin(library, "0" * 64))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr("redraft.engines.backends.find_spec", lambda name: object())
-        monkeypatch.setattr("redraft.engines.backends.find_tools", lambda options: tools)
-        monkeypatch.setattr("redraft.assembly.bundle.find_tools", lambda options: tools)
+        monkeypatch.setattr("redraft.engines.tensorrt.target.find_spec", lambda name: object())
+        monkeypatch.setattr("redraft.engines.tensorrt.target.find_tools", lambda options: tools)
         monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=builder))
         return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])
 
@@ -74,65 +70,94 @@ def parsed(bundle: Path, *options: str) -> set[str]:
     """
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
-    command = [sys.executable, "-m", "experiments.tensorrt_check", *options, str(bundle)]
+    command = [sys.executable, "-m", "tests.engines.tensorrt.real_parser", *options, str(bundle)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, [each for each in found if "refused" in each] or done.stderr
     return {each["graph"] for each in found}
 
 
+ALL = {"eagle", "eagle2", "eagle3", "fspad", "griffin", "hass", "lyanna", "medusa", "mtp", "steered"}
+DRAFT_MODEL = ("--drafter", "dm=random,method=draft_model,draft_vocabulary=512", "--skip-check")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("release", "attention"), [("10.9.0.34", "plugin"), ("10.15.1", "plugin"), ("10.16.1", "native")]
+    ("release", "attention", "options", "drafters"),
+    [
+        ("10.9.0.34", "plugin", (), {"lyanna"}),
+        ("10.15.1", "plugin", ("--drafter", "all", *DRAFT_MODEL), {*ALL, "dm"}),
+        ("10.16.1", "native", ("--drafter", "lyanna", *DRAFT_MODEL), {"lyanna", "dm"}),
+    ],
 )
-def test_every_graph_of_the_embedded_model_is_taken(
-    release: str,
-    attention: Literal["plugin", "native"],
-    build: Build,
-    built: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_graph_is_taken(
+    release: str, attention: Literal["plugin", "native"], options: tuple[str, ...], drafters: set[str], build: Build,
+    built: list[str], tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of the embedded model and of its drafters, by a parser of TensorRT, which builds those of all drafters too."""
     out = tmp_path / "tiny"
-    options = ("-o", out, "--precision", "fp16", "--attention", attention)
-    assert build(release, *options) == 0, capsys.readouterr().err
+    command = ("-o", out, "--precision", "fp16", "--attention", attention, *options)
+    assert build(release, *command) == 0, capsys.readouterr().err
     bundle = open_bundle(out)
     record = bundle.manifest.tensorrt
     assert record is not None
-    drafted = {"lyanna.draft", "lyanna.resample"}
+    drafted = {name for name in record.engines if name.partition(".")[0] in drafters}
     assert set(record.engines) == set(stage.graphs_of(attention)) | drafted
+    assert drafted >= {f"{drafter}.draft" for drafter in drafters} | {"lyanna.resample"}
     assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
     for graph in bundle.manifest.all_graphs.values():
         onnx.checker.check_model(out / graph.file, full_check=True)
-    assert parsed(out) == set(record.engines)
-    assert build(release, *options) == 0
+    assert parsed(out, *(["--build"] if len(drafters) > 2 else [])) == set(record.engines)
+    assert build(release, *command) == 0
     assert len(built) == len(record.engines)  # the second build did nothing
+    for decoder in {"dm.draft", "steered.steer", "steered.draft"} & drafted:
+        assert [profile.name for profile in record.engines[decoder].profiles] == ["prefill", "tree", "token"]
+
     capsys.readouterr()
-    assert main.run(["inspect", str(out), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    commands = shown["commands"]
+    shown = run("inspect", out)
     assert shown["inputs"] == []
-    assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(commands)
+    assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(
+        shown["commands"]
+    )
     if attention == "native":  # whose KV buffers have a fixed number of rows
         shape, rows = bundle.manifest.shape, names.kv_rows(bundle.manifest.max_model_len)
-        kept = commands["verifier: on ONNX Runtime, inputs and outputs kept"]
+        kept = shown["commands"]["verifier: on ONNX Runtime, inputs and outputs kept"]
         assert f"{names.key_cache(0)}:[1,{shape.kv_heads},{rows},{shape.head_dim}]" in kept
-    assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)["inputs"]
+    written = run("inspect", out, "--write-inputs", tmp_path / "inputs")["inputs"]
     assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
-    assert str(tmp_path / "inputs" / "lyanna.draft.tree.num_pending.bin") in written
+    files = {"lyanna.draft.tree.num_pending.bin", "dm.draft.token.output_rows.bin", "steered.steer.token.positions.bin"}
+    expected = {file for file in files if file.partition(".")[0] in drafters}
+    assert expected <= {Path(file).name for file in written}
 
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int4", "int8")
+LITTLE = """
+source = "little"
+[shape]
+architectures = ["LlamaForCausalLM"]
+model_type = "llama"
+hidden_size = 128
+intermediate_size = 256
+num_hidden_layers = 1
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 512
+max_position_embeddings = 256
+"""
+"""A recipe whose operators are those of the embedded model."""
 
 
 @pytest.mark.slow
 def test_a_real_builder_takes_every_precision(tmp_path: Path, refused: Refused) -> None:
-    """TensorRT for RTX builds ahead of time, without a GPU. In a process of its own, since a refusal may abort."""
+    """TensorRT for RTX builds ahead of time, without a GPU. In a process of its own, since a refusal may abort.
+
+    `make check-tensorrt` builds the embedded model, whose twelve layers take three times as long.
+    """
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
-    options = ["--precision", ",".join(PRECISIONS), "--drafter", "none", "--skip-check", "--compute-capability", "8.9"]
-    command = [Path(sys.executable).with_name("redraft"), "build", "tiny", "-o", tmp_path / "tiny"]
+    (tmp_path / "little.toml").write_text(LITTLE)
+    options = ["--precision", ",".join(PRECISIONS), "--weights", "random", "--compute-capability", "8.9"]
+    command = [Path(sys.executable).with_name("redraft"), "build", tmp_path / "little.toml", "-o", tmp_path / "tiny"]
     done = subprocess.run([*command, "--backend", "tensorrt-rtx", *options, "--json"], capture_output=True, text=True,
                           env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -171,48 +196,6 @@ def test_what_no_engine_can_be_built_for_is_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("release", "attention"), [("10.15.1", "plugin"), ("10.16.1", "native")])
-def test_the_graph_of_a_draft_model_is_taken(
-    release: str, attention: str, build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, drafter = tmp_path / "tiny", "dm=random,method=draft_model,draft_vocabulary=512"
-    options = ("-o", out, "--precision", "fp16", "--attention", attention, "--drafter", drafter)
-    assert build(release, *options) == 0, capsys.readouterr().err
-    bundle = open_bundle(out)
-    record = bundle.manifest.tensorrt
-    assert record is not None
-    assert [profile.name for profile in record.engines["dm.draft"].profiles] == ["prefill", "tree", "token"]
-    assert not {name for name in record.engines if name.startswith("step.")} & {"step.gather_features"}
-    onnx.checker.check_model(out / bundle.manifest.all_graphs["dm.draft"].file, full_check=True)
-    capsys.readouterr()
-    assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)["inputs"]
-    assert str(tmp_path / "inputs" / "dm.draft.token.output_rows.bin") in written
-
-
-@pytest.mark.slow
-def test_the_graphs_of_all_drafters_are_taken(
-    build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "tiny"
-    options = ("-o", out, "--precision", "fp16", "--attention", "plugin", "--drafter", "all", "--skip-check")
-    assert build("10.15.1", *options) == 0, capsys.readouterr().err
-    bundle = open_bundle(out)
-    record = bundle.manifest.tensorrt
-    assert record is not None
-    drafting = {"eagle", "eagle2", "eagle3", "fspad", "griffin", "hass", "lyanna", "medusa", "mtp", "steered"}
-    assert {f"{drafter}.draft" for drafter in drafting} <= parsed(out, "--build") == set(record.engines)
-    for graph in ("steered.steer", "steered.draft"):
-        assert [profile.name for profile in record.engines[graph].profiles] == ["prefill", "tree", "token"]
-        onnx.checker.check_model(out / bundle.manifest.all_graphs[graph].file, full_check=True)
-    assert "step.gather_features" in record.engines
-    capsys.readouterr()
-    assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)["inputs"]
-    assert str(tmp_path / "inputs" / "steered.steer.token.positions.bin") in written
-
-
-@pytest.mark.slow
 def test_the_standard_output_has_one_json_object_alone(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,16 +231,6 @@ def test_operators_that_the_parser_lacks_are_named_and_nothing_is_left(
     assert line.endswith("build the drafter with token_info=fp16")
     assert not (tmp_path / "tiny").exists()
     assert built == []
-
-
-def test_options_of_tensorrt_are_repeated() -> None:
-    """They appear in the command that rebuilds a bundle."""
-    recipe = BuildConfig(backend="tensorrt")
-    engines = choose_tensorrt(recipe, Attention.plugin, True, 2, 16, True)
-    assert engines == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
-    options = options_of(recipe, replace(recipe, tensorrt=engines))
-    assert options == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
-    assert options_of(recipe, recipe) == ()
 
 
 def test_options_of_tensorrt_are_refused_elsewhere(refused: Refused, tmp_path: Path) -> None:

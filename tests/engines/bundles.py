@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 
@@ -11,6 +12,7 @@ from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
+from redraft.engines.device import Device, Program
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity
 from redraft.engines.tensorrt.records import Attention
 
@@ -48,6 +50,15 @@ def write_bundle(out: Path, decoder: Decoder | None = None, name: str = "small",
         save_verifier(decoder, writer.staging)
         (writer.staging / "tokenizer.json").write_text("{}")
         return writer.commit(manifest_of(decoder, name))
+
+
+def buffers_of(device: Device, program: Program, **sizes: int) -> dict[str, Any]:
+    """Buffers of zeros for every input and output of a program, with these sizes of its symbols."""
+    buffers: dict[str, Any] = {}
+    for spec in (*program.inputs, *program.outputs):
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+        buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else device.empty(spec.dtype, *shape)
+    return buffers
 
 
 def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, attention: Attention | None) -> Bundle:

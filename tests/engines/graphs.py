@@ -89,6 +89,19 @@ def for_onnxruntime(file: Path) -> Path:
     return file
 
 
+def restore_bodies(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Give the plugin's nodes of a prepared graph the operator's body again, in place."""
+    from redraft.export.graph.tree_attention import bodies
+
+    for node in model.graph.node:
+        if node.op_type == names.TREE_ATTENTION:
+            node.domain = names.TREE_ATTENTION_DOMAIN
+            del node.attribute[-2:]
+    model.functions.extend(bodies(False))
+    model.opset_import.append(helper.make_opsetid(names.TREE_ATTENTION_DOMAIN, 1))
+    return model
+
+
 def verifier_model(decoder: Decoder) -> onnx.ModelProto:
     """The portable graph, with the bodies of `redraft::TreeAttention`."""
     graph = _Graph(decoder)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from redraft import names
 from redraft.engines.bundle import BundleWriter, open_bundle
-from redraft.engines.cache import build_key, code_digests, is_current
+from redraft.engines.check_record import is_current
+from redraft.engines.digests import build_key, code_digests
 from redraft.engines.manifest import MANIFEST, dump_manifest, load_manifest, signed
 from redraft.errors import BundleError
 
@@ -56,13 +56,6 @@ def one_line(error: pytest.ExceptionInfo[BundleError]) -> str:
     text = str(error.value)
     assert "\n" not in text
     return text
-
-
-def test_a_written_bundle_opens_with_everything_digested(out):
-    bundle = open_bundle(out)
-    assert set(bundle.manifest.files) == {"verifier.onnx", "tokenizer.json"}
-    assert bundle.graph(names.VERIFIER).file == "verifier.onnx"
-    assert siblings(out) == ["small"]
 
 
 @pytest.mark.parametrize("where", [0, 50_000, -1])
@@ -111,14 +104,8 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
     ("change", "message"),
     [
         (lambda m: m.update(schema_version=1), "expected schema version 9, found 1"),
-        (lambda m: m.pop("schema_version"), "expected schema version 9, found None"),
         (lambda m: m.update(colour="red"), "manifest: unknown key colour"),
-        (lambda m: m.pop("hidden_states"), "manifest: missing key hidden_states"),
         (lambda m: m["shape"].update(layers="2"), "manifest: shape.layers must be a whole number, not '2'"),
-        (
-            lambda m: m.update(precision="fp12"),
-            "precision must be one of fp32, fp16, bf16, int8, int4, fp8, not 'fp12'",
-        ),
         (lambda m: m["files"].update({"../x": {"size": 1, "sha256": ""}}), "file name '../x' leaves the bundle"),
         (lambda m: m["files"].pop("verifier.onnx"), "manifest has no digest of verifier.onnx"),
         (lambda m: m["graphs"].clear(), "expected a graph 'verifier', found none"),
@@ -150,6 +137,7 @@ def test_nothing_or_a_file_in_place_of_a_bundle(tmp_path):
 def test_manifest_survives_the_round_trip(out):
     manifest = load_manifest(out)
     assert dump_manifest(manifest) == (out / MANIFEST).read_text()
+    assert set(manifest.files) == {"verifier.onnx", "tokenizer.json"}
     assert replace(manifest, files={}) == manifest_of(Decoder())
 
 

@@ -8,9 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ from redraft.engines.check_record import CheckRecord
 from redraft.engines.digests import file_digests
 from redraft.engines.manifest import MANIFEST, load_manifest, signed
 from redraft.errors import BundleError
-from redraft.records import to_plain
 
 from .bundles import write_bundle
 from .graphs import Decoder
@@ -164,21 +161,6 @@ def test_a_file_with_other_metadata_is_hashed_again_with_all_others(
     assert len(hashed) == 2
 
 
-def test_a_hard_linked_file_of_another_folder_is_on_record_too(
-    tmp_path: Path, checked: Path, hashed: list[str]
-) -> None:
-    """A bundle and its checkpoint share weights by hard links."""
-    (tmp_path / "checkpoint").mkdir()
-    os.link(checked / "verifier.onnx", tmp_path / "checkpoint" / "weights")
-    open_bundle(checked)
-    hashed.clear()
-    open_bundle(checked)
-    assert hashed == []
-    flip_byte(tmp_path / "checkpoint" / "weights")
-    with pytest.raises(BundleError, match=r"verifier\.onnx: expected SHA-256"):
-        open_bundle(checked)
-
-
 def test_only_verify_finds_a_change_that_the_metadata_hide(checked: Path) -> None:
     """Someone who writes the cache hides a change so; so does a failing disk. After it the record is gone."""
     flip_byte(checked / "verifier.onnx")
@@ -232,22 +214,13 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_trusted(
         open_bundle(out)
 
 
-def with_key(text: str, **changes: Any) -> str:
-    return json.dumps({**json.loads(text), **changes})
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: "",
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: "[" * 100_000,
-        lambda text: "{}",
-        lambda text: with_key(text, colour="red"),
-        lambda text: with_key(text, taken_ns="long ago"),
-        lambda text: with_key(text, files={}),
-        lambda text: with_key(text, bundle="/elsewhere"),
+        lambda text: text.replace('"bundle"', '"colour"'),
+        lambda text: text.replace("small", "elsewhere"),
         lambda text: text.replace("verifier.onnx", "other.onnx"),
     ],
 )
@@ -279,14 +252,6 @@ def test_a_cache_that_cannot_be_written_means_a_full_check_each_time(
         open_bundle(out)
 
 
-def test_without_a_home_folder_every_opening_is_a_full_check(
-    out: Path, later: None, hashed: list[str], no_home: None
-) -> None:
-    for number, verify in enumerate((None, True, None), 1):
-        open_bundle(out, verify)
-        assert len(hashed) == 2 * number
-
-
 def test_records_of_bundles_that_are_gone_are_dropped(checked: Path, cache: Path) -> None:
     """So are records that cannot be read. The others stay."""
     other, gone = checked.parent / "other", checked.parent / "gone"
@@ -309,15 +274,3 @@ def test_all_names_of_a_bundle_share_a_record(
     monkeypatch.chdir(checked)
     open_bundle(".")
     assert hashed == []
-
-
-def test_states_differ_in_every_field(checked: Path) -> None:
-    """A record that left one out would trust a file that differs in it."""
-    record = CheckRecord.of(checked, load_manifest(checked))
-    assert record.is_kept()
-    state, found = record.files["verifier.onnx"], (checked / "verifier.onnx").stat()
-    metadata = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    assert tuple(to_plain(state).values())[:5] == metadata
-    for name, value in to_plain(state).items():
-        other = replace(state, **{name: value + 1 if isinstance(value, int) else value[::-1]})
-        assert not replace(record, files={**record.files, "verifier.onnx": other}).is_kept(), name

@@ -171,11 +171,3 @@ def native_missing(release: tuple[int, int], folder: Path) -> str | None:
     except BackendError as error:
         return str(error)
     return None
-
-
-@pytest.mark.parametrize(("release", "said"), [((10, 14), "no KV update"), ((11, 1), "not live"), ((10, 15), None)])
-def test_native_attention_is_missing_if_it_cannot_be_built(
-    release: tuple[int, int], said: str | None, tmp_path: Path
-) -> None:
-    reason = native_missing(release, tmp_path)
-    assert reason is None if said is None else said in str(reason)

@@ -1,17 +1,20 @@
-"""Weights that do not fit in the host's memory are refused before they are loaded."""
+"""Weights that do not fit in the host's memory are refused before they are loaded. Large pages keep their content."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
 from redraft import names
 from redraft.engines import host_memory, open_calls
 from redraft.engines.bundle import Bundle, open_bundle
-from redraft.engines.host_memory import available_bytes, graph_bytes
+from redraft.engines.host_device import aligned_zeros
+from redraft.engines.host_memory import LARGE_PAGE_BYTES, _added, _anonymous, available_bytes, huge_pages
 from redraft.errors import BackendError
 
 
@@ -36,14 +39,14 @@ def test_a_graphs_weights_are_those_that_it_names(bundle: Bundle) -> None:
         if entry.key == "length"
     ]
     assert len(lengths) > 5
-    assert graph_bytes(bundle, names.VERIFIER) == path.stat().st_size + sum(lengths)
+    assert bundle.graph_bytes(names.VERIFIER) == path.stat().st_size + sum(lengths)
 
 
 @pytest.mark.parametrize(("precision", "copies"), [("fp32", 1), ("fp16", 2)])
 def test_more_than_there_is_is_refused_in_one_line(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, copies: int
 ) -> None:
-    needed = copies * graph_bytes(bundle, names.VERIFIER)
+    needed = copies * bundle.graph_bytes(names.VERIFIER)
     bundle = Bundle(bundle.path, replace(bundle.manifest, precision=precision))  # type: ignore[arg-type]
     has(monkeypatch, tmp_path, needed + 1024)
     open_calls(bundle, threads=1)
@@ -89,3 +92,34 @@ def test_this_machine_reports_its_memory() -> None:
     if not host_memory.MEMINFO.exists():
         pytest.skip("no /proc/meminfo here")
     assert (available_bytes() or 0) > 1 << 20
+
+
+def spans(pages: set[int]) -> list[tuple[int, int]]:
+    """Ranges that cover exactly these pages."""
+    starts = sorted(page for page in pages if page - 1 not in pages)
+    return [(s, next(e for e in itertools.count(s) if e not in pages)) for s in starts]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_added_is_the_set_difference(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    before, after = ({int(p) for p in np.flatnonzero(generator.random(24) < 0.6)} for _ in range(2))
+    found = [page for begin, end in _added(spans(after), spans(before)) for page in range(begin, end)]
+    assert found == sorted(after - before)
+
+
+def test_memory_of_this_process_is_listed_in_order() -> None:
+    listed = _anonymous()
+    array = np.ones(1 << 22, np.uint8)
+    assert any(low <= array.ctypes.data < high for low, high in _anonymous())
+    assert listed == sorted(listed)
+
+
+def test_content_survives() -> None:
+    expected = np.random.default_rng(0).integers(0, 255, 9 << 20, np.uint8)
+    with huge_pages():
+        array = aligned_zeros(expected.shape, expected.dtype, LARGE_PAGE_BYTES)
+        assert array.ctypes.data % LARGE_PAGE_BYTES == 0
+        assert not array.any()
+        array[:] = expected
+    np.testing.assert_array_equal(array, expected)

@@ -14,7 +14,6 @@ import pytest
 from redraft import names
 from redraft.engines import open_device
 from redraft.engines.bundle import Bundle, open_bundle
-from redraft.engines.host_memory import graph_bytes
 from redraft.engines.onnxruntime_backend import RECORD_ASSIGNMENT
 from redraft.engines.onnxruntime_device import (
     CPU,
@@ -27,7 +26,7 @@ from redraft.errors import BackendError, BundleError
 from tests.standins.cuda import FakeCuda
 
 from . import fake_onnxruntime
-from .bundles import write_bundle
+from .bundles import buffers_of, write_bundle
 from .fake_onnxruntime import QueuedSession, onnxruntime_cuda
 
 
@@ -98,13 +97,11 @@ def test_sizes_are_bound_in_host_memory(bundle: Bundle, gpu: OnnxRuntimeCuda) ->
     """If bound on the GPU, they would be copied only once, at binding."""
     program = gpu.program(names.VERIFIER)
     assert isinstance(program, OnnxRuntimeProgram)
-    sizes = {"B": 1, "T": 2, "R": 2, "C": 8}
+    buffers = buffers_of(gpu, program, B=1, T=2, R=2, C=8)
+    with pytest.raises(BackendError, match="reads kv_len on the host, but the tensor is only on the GPU"):
+        program.bind(buffers)
     host_inputs = gpu.host_inputs(**{names.KV_LEN: (1,), names.CACHE_LEN: (1,)})
-    buffers: dict[str, Any] = dict(host_inputs.buffers)
-    for spec in (*program.inputs, *program.outputs):
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-        if spec.name not in buffers:
-            buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
+    buffers |= host_inputs.buffers
     buffers[names.TREE_MASK].write(np.tri(2, dtype=np.bool_)[None])
     work = gpu.chain([host_inputs.send, program.bind(buffers)])
     found = []
@@ -118,17 +115,6 @@ def test_sizes_are_bound_in_host_memory(bundle: Bundle, gpu: OnnxRuntimeCuda) ->
     assert bound[names.CACHE_LEN] == ("cuda", buffers[names.CACHE_LEN].address)
     np.testing.assert_array_equal(found[0], found[2])
     assert not np.array_equal(found[0], found[1])
-
-
-def test_sizes_that_the_host_does_not_send_are_refused(bundle: Bundle, gpu: OnnxRuntimeCuda) -> None:
-    program = gpu.program(names.VERIFIER)
-    sizes = {"B": 1, "T": 2, "R": 2, "C": 8}
-    buffers: dict[str, Any] = {}
-    for spec in (*program.inputs, *program.outputs):
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-        buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
-    with pytest.raises(BackendError, match="reads kv_len on the host, but the tensor is only on the GPU"):
-        program.bind(buffers)
 
 
 def test_falling_back_is_loud(
@@ -150,7 +136,7 @@ def test_an_input_that_only_the_device_knows_is_not_read_on_the_host(
 
 
 def test_weights_are_asked_for_before_they_are_loaded(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = graph_bytes(bundle, names.VERIFIER)
+    weights = bundle.graph_bytes(names.VERIFIER)
     assert weights == (bundle.path / "verifier.onnx").stat().st_size
     small = onnxruntime_cuda(bundle, monkeypatch, FakeCuda(weights))
     with pytest.raises(BackendError, match=r"GPU memory needed \(engines .* MiB, KV .* MiB\)"):

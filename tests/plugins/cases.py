@@ -1,19 +1,22 @@
-"""Random problems of tree attention, their answer in float64, and the kernels' answer."""
+"""Random problems of the kernels, their answers in NumPy, and the kernels' answers on the host or on a device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.plugins.library import DTYPES, AttentionArgs, Kernels
+from redraft.plugins.library import DTYPES, AttentionArgs, CompactArgs, Kernels
 from redraft.runtime.tree import ancestor_mask
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6}
 """Error allowed, relative to the largest value, for small scores: a few last places of the type."""
+GUARD = 1 << 14
+"""Bytes before and after every array of the host that a kernel gets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +38,6 @@ class Case:
     window: int = 0
 
 
-def random_parents(rng: np.random.Generator, nodes: int) -> NDArray[np.int64]:
-    """A random tree: every node has an earlier node as its parent."""
-    return np.array([-1, *(rng.integers(0, node) for node in range(1, nodes))], dtype=np.int64)
-
-
 def random_case(
     seed: int,
     dtype: str,
@@ -53,7 +51,7 @@ def random_case(
     magnitude: float = 1.0,
     **options: float,
 ) -> Case:
-    """Caches with NaN in rows past `kv_len` and in the rows that the nodes will take."""
+    """Return a call over random trees. Rows of the caches are NaN past `kv_len`, and where the nodes' rows will be."""
     rng = np.random.default_rng(seed)
     q_heads, kv_heads = heads
     batch, capacity = len(cache_len), max(cache_len) + nodes + spare
@@ -67,8 +65,8 @@ def random_case(
             cache[b, :, past:] = np.nan
     mask = positions = None
     if not causal:
-        trees = [random_parents(rng, nodes) for _ in cache_len]
-        mask = np.stack([ancestor_mask(parents) for parents in trees])
+        parents = [np.array([-1, *(rng.integers(0, node) for node in range(1, nodes))]) for _ in cache_len]
+        mask = np.stack([ancestor_mask(one) for one in parents])
         positions = np.array(cache_len)[:, None] + mask.sum(axis=2) - 1
     return Case(
         dtype,
@@ -82,6 +80,11 @@ def random_case(
         positions,
         **options,  # type: ignore[arg-type]
     )
+
+
+def with_lengths(case: Case, cache_len: list[int]) -> Case:
+    """Return the same call with other lengths."""
+    return replace(case, cache_len=np.array(cache_len))
 
 
 def reference(case: Case) -> tuple[NDArray[np.float64], NDArray, NDArray]:
@@ -113,21 +116,53 @@ def reference(case: Case) -> tuple[NDArray[np.float64], NDArray, NDArray]:
     return out, keys, values
 
 
-GUARD = 4096
-"""Elements before and after every array that a kernel writes."""
+def relative_error(case: Case, out: NDArray) -> float:
+    """Return the largest difference from the reference, relative to the largest value."""
+    expected, _, _ = reference(case)
+    return float(np.abs(out.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-30))
 
 
-def guarded(array: NDArray) -> tuple[NDArray, NDArray]:
-    """Return a copy in the middle of a longer array of 7s, and that whole array."""
-    whole = np.full(array.size + 2 * GUARD, 7, dtype=array.dtype)
-    inner = whole[GUARD : GUARD + array.size].reshape(array.shape)
-    inner[...] = array
-    return inner, whole
+def error_of(case: Case, out: NDArray, truncated: bool = False) -> float:
+    """Return the relative error in units of the allowed one.
+
+    Float32 sums that tensor cores cut off may err twice as far as those to the nearest. A score in float32 is off by
+    its size times 2^-22 or so, and its weight by as much.
+    """
+    group = case.q.shape[2] // case.k.shape[2]
+    keys = np.concatenate([np.nan_to_num(case.key_cache.astype(np.float64)), case.k.swapaxes(1, 2)], axis=2)
+    scores = np.einsum("bthd,bhcd->bthc", case.q.astype(np.float64), keys.repeat(group, axis=1)) * case.scale
+    allowed = TOLERANCE[case.dtype] * (2 if truncated and case.dtype == "float32" else 1)
+    return relative_error(case, out) / float(allowed + np.abs(scores).max() * 2.0**-22)
 
 
-def guards_hold(whole: NDArray) -> bool:
-    """Return True if nothing was written before or after the array."""
-    return bool((whole[:GUARD] == 7).all() and (whole[-GUARD:] == 7).all())
+class Memory(Protocol):
+    """Memory of kernels: `put` returns the address of a copy of an array, `get` the array now at an address."""
+
+    def put(self, array: NDArray) -> int: ...
+
+    def get(self, address: int, like: NDArray) -> NDArray: ...
+
+
+class HostMemory:
+    """Every array is in the middle of a longer one of 7s. `get` fails if a kernel wrote before or after any array."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[NDArray, NDArray]] = {}
+
+    def put(self, array: NDArray) -> int:
+        """See `Memory`."""
+        whole = np.full(array.nbytes + 2 * GUARD, 7, dtype=np.uint8)
+        inner = whole[GUARD:-GUARD].view(array.dtype).reshape(array.shape)
+        inner[...] = array
+        self.held[inner.ctypes.data] = inner, whole
+        return inner.ctypes.data
+
+    def get(self, address: int, like: NDArray) -> NDArray:
+        """See `Memory`."""
+        for _, whole in self.held.values():
+            assert (whole[:GUARD] == 7).all()
+            assert (whole[-GUARD:] == 7).all()
+        return self.held[address][0]
 
 
 def pack_bits(mask: NDArray[np.bool_]) -> NDArray[np.uint32]:
@@ -138,60 +173,71 @@ def pack_bits(mask: NDArray[np.bool_]) -> NDArray[np.uint32]:
     return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
 
 
-def run(
-    kernels: Kernels,
-    case: Case,
-    *,
-    bits: bool = True,
-    ctas: int = 0,
-    order: int = 0,
-    write: bool = True,
-    truncate: bool = False,
-) -> tuple[NDArray, NDArray, NDArray]:
-    """Return out [B, T, Hq, D] and the caches afterwards, by the CPU build. Fails if a kernel wrote past an array's
-    end.
-    """
+def attention_args(
+    case: Case, memory: Memory, *, bits: bool = True, ctas: int = 0, write: bool = True
+) -> AttentionArgs:
+    """Return the call over copies in `memory`. `out` is NaN. write: False leaves out k and v."""
+    arrays: dict[str, Any] = {
+        "q": case.q, "key_cache": case.key_cache, "value_cache": case.value_cache, "cache_len": case.cache_len,
+        "out": np.full(case.q.shape, np.nan, dtype=case.q.dtype), "positions": case.positions,
+        "node_counts": case.counts, **({"k": case.k, "v": case.v} if write else {}),
+    }  # fmt: skip
+    if case.mask is not None:
+        arrays |= {"mask_bits": pack_bits(case.mask)} if bits else {"mask_bools": case.mask}
     batch, nodes, q_heads, head_dim = case.q.shape
-    out, whole_out = guarded(np.full(case.q.shape, np.nan, dtype=case.q.dtype))
-    keys, whole_keys = guarded(case.key_cache)
-    values, whole_values = guarded(case.value_cache)
-    inputs = [np.ascontiguousarray(array) for array in (case.q, case.k, case.v)]
-    mask = None if case.mask is None else pack_bits(case.mask) if bits else case.mask.copy()
-    args = AttentionArgs(
+    return AttentionArgs(
         dtype=DTYPES[case.dtype], batch=batch, nodes=nodes, q_heads=q_heads, kv_heads=case.k.shape[2],
-        head_dim=head_dim, capacity=keys.shape[2], window=case.window, scale=case.scale, softcap=case.softcap,
-        ctas=ctas,
-        q=inputs[0].ctypes.data, k=inputs[1].ctypes.data if write else None,
-        v=inputs[2].ctypes.data if write else None, key_cache=keys.ctypes.data, value_cache=values.ctypes.data,
-        cache_len=case.cache_len.ctypes.data, out=out.ctypes.data,
-        positions=None if case.positions is None else case.positions.ctypes.data,
-        node_counts=None if case.counts is None else case.counts.ctypes.data,
-        **({} if mask is None else {"mask_bits" if bits else "mask_bools": mask.ctypes.data}),
+        head_dim=head_dim, capacity=case.key_cache.shape[2], window=case.window, scale=case.scale,
+        softcap=case.softcap, ctas=ctas,
+        **{name: memory.put(array) for name, array in arrays.items() if array is not None},
     )  # fmt: skip
-    scratch, whole_scratch = guarded(np.full(kernels.workspace_bytes(args), 255, dtype=np.uint8))
-    kernels.set_order(order)
-    kernels.truncate_sums(truncate)
-    kernels.attend(args, scratch.ctypes.data, scratch.nbytes)
-    for whole in (whole_out, whole_keys, whole_values, whole_scratch):
-        assert guards_hold(whole)
+
+
+def attend(kernels: Kernels, case: Case, memory: Memory, **options: Any) -> tuple[NDArray, NDArray, NDArray]:
+    """Return out [B, T, Hq, D] and the caches afterwards. options: those of `attention_args`."""
+    args = attention_args(case, memory, **options)
+    scratch = np.full(kernels.workspace_bytes(args), 255, dtype=np.uint8)
+    kernels.attend(args, memory.put(scratch), scratch.nbytes)
+    like = {"out": case.q, "key_cache": case.key_cache, "value_cache": case.value_cache}
+    out, keys, values = (memory.get(getattr(args, name), array) for name, array in like.items())
     return out, keys, values
 
 
-def error_of(case: Case, out: NDArray, truncated: bool = False) -> float:
-    """Return the largest difference from the reference, relative to the largest value, in units of the allowed error.
-
-    Float32 sums that tensor cores cut off may err twice as far as those to the nearest. A score in float32 is off by
-    its size times 2^-22 or so, and its weight by as much.
-    """
-    expected, _, _ = reference(case)
-    error = np.abs(out.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-30)
-    group = case.q.shape[2] // case.k.shape[2]
-    keys = np.concatenate([np.nan_to_num(case.key_cache.astype(np.float64)), case.k.swapaxes(1, 2)], axis=2)
-    scores = np.einsum("bthd,bhcd->bthc", case.q.astype(np.float64), keys.repeat(group, axis=1)) * case.scale
-    allowed = TOLERANCE[case.dtype] * (2 if truncated and case.dtype == "float32" else 1)
-    return float(error / (allowed + np.abs(scores).max() * 2.0**-22))
+def run(
+    kernels: Kernels, case: Case, *, order: int = 0, truncate: bool = False, **options: Any
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Attend by the CPU build. Fails if a kernel wrote past an array's end."""
+    kernels.set_order(order)
+    kernels.truncate_sums(truncate)
+    return attend(kernels, case, HostMemory(), **options)
 
 
-def with_lengths(case: Case, cache_len: list[int]) -> Case:
-    """Return the same call with other lengths."""
-    return replace(case, cache_len=np.array(cache_len))
+def compact(
+    kernels: Kernels, caches: list[NDArray], cache_len: NDArray, paths: NDArray, lengths: NDArray, memory: Memory
+) -> list[NDArray]:
+    """Return the caches [B, Hkv, C, D] afterwards."""
+    addresses = [memory.put(cache) for cache in caches]
+    batch, kv_heads, capacity, head_dim = caches[0].shape
+    dtype = {kind: name for name, kind in NUMPY.items()}[caches[0].dtype]
+    kernels.compact(
+        CompactArgs(
+            dtype=DTYPES[dtype], cache_count=len(caches), batch=batch, kv_heads=kv_heads, head_dim=head_dim,
+            capacity=capacity, max_path=paths.shape[1], caches=memory.put(np.array(addresses, dtype=np.uint64)),
+            cache_len=memory.put(cache_len), paths=memory.put(paths), path_lengths=memory.put(lengths),
+        )
+    )  # fmt: skip
+    return [memory.get(address, cache) for address, cache in zip(addresses, caches, strict=True)]
+
+
+def compacted(caches: list[NDArray], cache_len: NDArray, paths: NDArray, lengths: NDArray) -> list[NDArray]:
+    """Return the caches as they must be after compaction: the rows of each path follow its root."""
+    expected = [cache.copy() for cache in caches]
+    for cache, before in zip(expected, caches, strict=True):
+        for b, (past, length) in enumerate(zip(cache_len, lengths, strict=True)):
+            cache[b, :, past + 1 : past + 1 + length] = before[b, :, past + paths[b, :length]].swapaxes(0, 1)
+    return expected
+
+
+def same_bits(a: NDArray, b: NDArray) -> bool:
+    """Return True if both arrays have the same bytes."""
+    return a.tobytes() == b.tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -57,3 +58,9 @@ def tensorrt_headers() -> str:
     if not (folder := os.environ.get(HEADERS_FROM)):
         pytest.skip(f"no headers of TensorRT: name the folder that has their include/ in {HEADERS_FROM}")
     return folder
+
+
+def sources_digest(root: Path) -> str:
+    """Return a digest of the sources that the attention kernels are compiled from."""
+    files = sorted((root / "plugins/tree_attention").glob("*.cu*"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

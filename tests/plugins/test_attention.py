@@ -12,13 +12,9 @@ from redraft.export.graph.tree_attention import tree_attention
 from redraft.plugins.library import HEAD_DIMS, Kernels
 from redraft.runtime.tree import ancestor_mask
 
-from .cases import TOLERANCE, Case, error_of, pack_bits, random_case, reference, run, with_lengths
+from .cases import TOLERANCE, Case, error_of, pack_bits, random_case, reference, run, same_bits, with_lengths
 
 DTYPES = tuple(TOLERANCE)
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.tobytes() == b.tobytes()
 
 
 def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from . import cmake
 
 NOWHERE = "/nonexistent/compiler"
+MOST_SPILLED = 100
 
 
 def test_missing_nvcc_and_headers_are_reported(root: Path, tmp_path: Path) -> None:
@@ -102,3 +104,15 @@ def test_cpu_kernels_export_the_c_entries_only(root: Path) -> None:
     names = {line.split()[-1] for line in done.stdout.splitlines()}
     assert "redraft_tree_attention" in names
     assert all(name.startswith("redraft_") for name in names)
+
+
+def test_the_compilers_report_in_the_documentation_is_of_these_sources(root: Path) -> None:
+    """A change of a kernel needs a new report: `make plugins ARCHITECTURES=90`, then experiments.kernels.compiled."""
+    report = json.loads((root / "docs/gpu/kernels_sm90.json").read_text())
+    assert report["sources"] == cmake.sources_digest(root)
+    for kernel in report["kernels"]:
+        # What comes from the caches is loaded 16 bytes at a time, and a kernel is fed by tensor cores.
+        counts = kernel["instructions"]
+        assert [name for name in counts if name.startswith("LDGSTS")] == ["LDGSTS 16"]
+        assert counts["HMMA"] > 0
+        assert kernel["spilled_bytes"] <= MOST_SPILLED

@@ -7,27 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from redraft.errors import KernelError
-from redraft.plugins.library import DTYPES, CompactArgs, Kernels
+from redraft.plugins.library import CompactArgs, Kernels
 
-from .cases import NUMPY, guarded, guards_hold
-
-
-def compact(
-    kernels: Kernels, caches: list[NDArray], cache_len: NDArray, paths: NDArray, lengths: NDArray, order: int = 0
-) -> list[NDArray]:
-    """Return the caches [B, Hkv, C, D] afterwards. Fails if a write passed an array's end."""
-    copies = [guarded(cache) for cache in caches]
-    pointers = np.array([inner.ctypes.data for inner, _ in copies], dtype=np.uint64)
-    batch, kv_heads, capacity, head_dim = caches[0].shape
-    args = CompactArgs(
-        dtype=DTYPES[{v: k for k, v in NUMPY.items()}[caches[0].dtype]], cache_count=len(caches), batch=batch,
-        kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, max_path=paths.shape[1], caches=pointers.ctypes.data,
-        cache_len=cache_len.ctypes.data, paths=paths.ctypes.data, path_lengths=lengths.ctypes.data,
-    )  # fmt: skip
-    kernels.set_order(order)
-    kernels.compact(args)
-    assert all(guards_hold(whole) for _, whole in copies)
-    return [inner for inner, _ in copies]
+from .cases import NUMPY, HostMemory, compact, compacted, same_bits
 
 
 def caches_of(seed: int, dtype: str, shape: tuple[int, ...], count: int = 4) -> list[NDArray]:
@@ -43,18 +25,15 @@ def test_accepted_rows_follow_the_root(kernels: Kernels, dtype: str, head_dim: i
     caches = caches_of(1, dtype, (3, 2, 60, head_dim))
     cache_len, lengths = np.array([0, 17, 30]), np.array([12, 0, 5])
     paths = np.stack([np.sort(rng.choice(np.arange(1, 28), 12, replace=False)) for _ in cache_len])
-    expected = [cache.copy() for cache in caches]
-    for cache, before in zip(expected, caches, strict=True):
-        for b, (past, length) in enumerate(zip(cache_len, lengths, strict=True)):
-            cache[b, :, past + 1 : past + 1 + length] = before[b, :, past + paths[b, :length]].swapaxes(0, 1)
-    for found, wanted in zip(compact(kernels, caches, cache_len, paths, lengths, order), expected, strict=True):
-        assert found.tobytes() == wanted.tobytes()
+    kernels.set_order(order)
+    found = compact(kernels, caches, cache_len, paths, lengths, HostMemory())
+    assert all(map(same_bits, found, compacted(caches, cache_len, paths, lengths)))
 
 
 def test_a_path_that_is_in_place_moves_nothing(kernels: Kernels) -> None:
     caches = caches_of(2, "float16", (1, 2, 40, 64))
-    found = compact(kernels, caches, np.array([9]), np.arange(1, 11)[None], np.array([10]))
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, caches, strict=True))
+    found = compact(kernels, caches, np.array([9]), np.arange(1, 11)[None], np.array([10]), HostMemory())
+    assert all(map(same_bits, found, caches))
 
 
 @pytest.mark.parametrize(
@@ -63,19 +42,19 @@ def test_a_path_that_is_in_place_moves_nothing(kernels: Kernels) -> None:
 )
 def test_rows_outside_the_cache_stay(kernels: Kernels, past: int, path: list[int], length: int) -> None:
     caches = caches_of(3, "float16", (1, 1, 40, 64))
-    found = compact(kernels, caches, np.array([past]), np.array([path]), np.array([length]))
+    found = compact(kernels, caches, np.array([past]), np.array([path]), np.array([length]), HostMemory())
     expected = [cache.copy() for cache in caches]
     if past == 35 and path[0] == 2:  # row 37 is there, row 42 is not
         for cache in expected:
             cache[0, 0, 36] = cache[0, 0, 37]
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
+    assert all(map(same_bits, found, expected))
 
 
 def test_a_length_beyond_the_path_ends_with_it(kernels: Kernels) -> None:
     caches = caches_of(4, "float32", (1, 1, 40, 64), count=1)
-    found = compact(kernels, caches, np.array([5]), np.array([[2, 4]]), np.array([50]))[0]
+    found = compact(kernels, caches, np.array([5]), np.array([[2, 4]]), np.array([50]), HostMemory())[0]
     assert (found[0, 0, 6:8] == caches[0][0, 0, [7, 9]]).all()
-    assert found[0, 0, 8:].tobytes() == caches[0][0, 0, 8:].tobytes()
+    assert same_bits(found[0, 0, 8:], caches[0][0, 0, 8:])
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from experiments.kernels.checks import FEATURES, checks
-from experiments.kernels.device import capture, missing_device
-from experiments.kernels.problem import DeviceProblem
-from redraft.plugins.library import (
-    DTYPES,
-    HEAD_DIMS,
-    AttentionArgs,
-    CompactArgs,
-    Kernels,
-    missing_kernels,
-    open_kernels,
-)
-from redraft.plugins.traffic import AttentionSizes
+from redraft.plugins.library import DTYPES, HEAD_DIMS, Kernels, missing_kernels, open_kernels
 
-from .cases import Case, error_of, pack_bits, random_case, reference, with_lengths
+from .cases import (
+    Case,
+    attend,
+    attention_args,
+    compact,
+    compacted,
+    error_of,
+    random_case,
+    reference,
+    same_bits,
+    with_lengths,
+)
+from .checks import FEATURES, checks
+from .devices import DeviceMemory, capture, current_stream, missing_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,50 +45,8 @@ def device_kernels() -> Kernels:
     return open_kernels()
 
 
-class OnDevice:
-    """NumPy arrays as device memory and back, bytes unchanged (PyTorch and NumPy do not share bfloat16)."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.torch = torch
-        self.held: list[Any] = []
-
-    def put(self, array: NDArray) -> int:
-        """Return the address of a copy on the device."""
-        held = self.torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(-1).copy()).cuda()
-        self.held.append(held)
-        return int(held.data_ptr())
-
-    def get(self, address: int, like: NDArray) -> NDArray:
-        """Return the current content at an address that `put` returned."""
-        held = next(tensor for tensor in self.held if tensor.data_ptr() == address)
-        return held.cpu().numpy().view(like.dtype).reshape(like.shape)
-
-
-def run(
-    kernels: Kernels, case: Case, ctas: int = 0, bits: bool = False, write: bool = True
-) -> tuple[NDArray, NDArray, NDArray]:
-    batch, nodes, q_heads, head_dim = case.q.shape
-    device = OnDevice()
-    out = np.full(case.q.shape, np.nan, dtype=case.q.dtype)
-    put = {name: device.put(value) for name, value in {
-        "q": case.q, "key_cache": case.key_cache, "value_cache": case.value_cache, "cache_len": case.cache_len,
-        "out": out, **({"k": case.k, "v": case.v} if write else {}),
-        **({} if case.mask is None else {"positions": case.positions}),
-        **({} if case.mask is None else {"mask_bits": pack_bits(case.mask)} if bits else {"mask_bools": case.mask}),
-        **({} if case.counts is None else {"node_counts": case.counts}),
-    }.items()}  # fmt: skip
-    args = AttentionArgs(
-        dtype=DTYPES[case.dtype], batch=batch, nodes=nodes, q_heads=q_heads, kv_heads=case.k.shape[2],
-        head_dim=head_dim, capacity=case.key_cache.shape[2], window=case.window, scale=case.scale,
-        softcap=case.softcap, ctas=ctas, **put,
-    )  # fmt: skip
-    scratch = np.full(kernels.workspace_bytes(args), 255, dtype=np.uint8)
-    kernels.attend(args, device.put(scratch), scratch.nbytes)
-    device.torch.cuda.synchronize()
-    caches = (device.get(put["key_cache"], case.key_cache), device.get(put["value_cache"], case.value_cache))
-    return device.get(put["out"], out), *caches
+def run(kernels: Kernels, case: Case, **options: Any) -> tuple[NDArray, NDArray, NDArray]:
+    return attend(kernels, case, DeviceMemory(), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,8 +59,8 @@ def test_random_trees_in_a_ragged_batch(
     out, keys, values = run(device_kernels, case)
     _, expected_keys, expected_values = reference(case)
     assert error_of(case, out, truncated=True) < 1
-    assert keys.tobytes() == expected_keys.tobytes()
-    assert values.tobytes() == expected_values.tobytes()
+    assert same_bits(keys, expected_keys)
+    assert same_bits(values, expected_values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,7 +85,7 @@ def test_a_mask_of_bits_is_the_same_as_a_mask_of_bytes(device_kernels: Kernels, 
     case = random_case(15, "float16", 64, [20, 50], nodes)
     packed = run(device_kernels, case, bits=True)
     assert error_of(case, packed[0], truncated=True) < 1
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(packed, run(device_kernels, case), strict=True))
+    assert all(map(same_bits, packed, run(device_kernels, case, bits=False)))
 
 
 @pytest.mark.parametrize("bits", [False, True])
@@ -136,7 +95,7 @@ def test_rows_that_are_in_the_cache_already(device_kernels: Kernels, bits: bool)
     assert error_of(case, written[0], truncated=True) < 1
     filled = replace(case, key_cache=written[1], value_cache=written[2])
     again = run(device_kernels, filled, bits=bits, write=False)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(written, again, strict=True))
+    assert all(map(same_bits, written, again))
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**40), 10**6, 2**40, 98])
@@ -150,8 +109,8 @@ def test_a_length_outside_the_cache_harms_nothing(device_kernels: Kernels, wrong
     right = replace(case, counts=np.array([6, min(6, capacity - nearest), 6]))
     expected, expected_keys, expected_values = reference(with_lengths(right, [60, nearest, 31]))
     assert np.isfinite(out).all()
-    assert keys.tobytes() == expected_keys.tobytes()
-    assert values.tobytes() == expected_values.tobytes()
+    assert same_bits(keys, expected_keys)
+    assert same_bits(values, expected_values)
     for sequence in (0, 2):
         np.testing.assert_allclose(out[sequence], expected[sequence], atol=5e-3)
 
@@ -159,45 +118,42 @@ def test_a_length_outside_the_cache_harms_nothing(device_kernels: Kernels, wrong
 @pytest.mark.parametrize("ctas", [1, 7, 1000])
 def test_any_number_of_blocks(device_kernels: Kernels, ctas: int) -> None:
     case = random_case(6, "float16", 128, [5000, 12, 700], 4, (8, 2))
-    assert error_of(case, run(device_kernels, case, ctas)[0], truncated=True) < 1
+    assert error_of(case, run(device_kernels, case, ctas=ctas)[0], truncated=True) < 1
 
 
-def test_the_measured_problems_agree_with_float64(device_kernels: Kernels) -> None:
-    assert {each["what"] for each in checks(device_kernels)} == {"tree", "random", *FEATURES, "compaction"}
+def test_calls_of_every_kernel_agree_with_float64(device_kernels: Kernels) -> None:
+    assert {each["what"] for each in checks(device_kernels, DeviceMemory)} == {
+        "tree",
+        "random",
+        *FEATURES,
+        "compaction",
+    }
 
 
 def test_one_graph_serves_lengths_that_change(device_kernels: Kernels) -> None:
-    problem = DeviceProblem(AttentionSizes("float16", 2, 900, 5, 4, 2, 128))
-    for cache in (problem.keys, problem.values):
-        cache[:] = problem.torch.randn_like(cache)
-    graph = capture([problem.ours(device_kernels)])
+    case, memory = random_case(21, "float16", 128, [900, 900], 5, (4, 2)), DeviceMemory()
+    for cache in (case.key_cache, case.value_cache):
+        cache[np.isnan(cache)] = 1
+    args = attention_args(case, memory)
+    scratch = np.full(device_kernels.workspace_bytes(args), 255, dtype=np.uint8)
+    address = memory.put(scratch)
+    graph = capture([lambda: device_kernels.attend(args, address, scratch.nbytes, current_stream())])
     for kv_len in (900, 17, 0):
-        problem.cache_len[:] = kv_len
+        lengths = np.array([kv_len, kv_len])
+        memory.held[args.cache_len].copy_(memory.torch.from_numpy(lengths.view(np.uint8)))
         graph.replay()
-        captured = problem.out.clone()
-        problem.out.zero_()
-        problem.ours(device_kernels)()
-        assert problem.torch.equal(captured, problem.out)
+        captured = memory.get(args.out, case.q)
+        memory.held[args.out].zero_()
+        device_kernels.attend(args, address, scratch.nbytes)
+        assert same_bits(captured, memory.get(args.out, case.q))
 
 
 @pytest.mark.parametrize("path", [[2, 7, 8], [1, 2], list(range(3, 40, 2))])
 def test_compaction(device_kernels: Kernels, path: list[int]) -> None:
     rng = np.random.default_rng(1)
     caches = [rng.standard_normal((2, 3, 90, 128)).astype(np.float16) for _ in range(6)]
-    device = OnDevice()
-    addresses = [device.put(cache) for cache in caches]
-    args = CompactArgs(
-        dtype=0, cache_count=6, batch=2, kv_heads=3, head_dim=128, capacity=90, max_path=len(path),
-        caches=device.put(np.array(addresses)), cache_len=device.put(np.array([10, 40])),
-        paths=device.put(np.array([path, path])), path_lengths=device.put(np.array([len(path), 1])),
-    )  # fmt: skip
-    device_kernels.compact(args)
-    device.torch.cuda.synchronize()
-    for cache, address in zip(caches, addresses, strict=True):
-        expected = cache.copy()
-        expected[0, :, 11 : 11 + len(path)] = cache[0, :, [10 + node for node in path]].swapaxes(0, 1)
-        expected[1, :, 41] = cache[1, :, 40 + path[0]]
-        assert device.get(address, cache).tobytes() == expected.tobytes()
+    given = caches, np.array([10, 40]), np.array([path, path]), np.array([len(path), 1])
+    assert all(map(same_bits, compact(device_kernels, *given, DeviceMemory()), compacted(*given)))
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
@@ -211,7 +167,7 @@ def test_compute_sanitizer_finds_nothing(device_kernels: Kernels, tool: str) -> 
         pytest.skip("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     ours_only = [] if tool == "initcheck" else ["--kernel-regex", "kns=redraft"]
     command = [sanitizer, "--tool", tool, *ours_only, "--report-api-errors", "no", "--error-exitcode", "9",
-               sys.executable, "-m", "experiments.kernels.speed", "--check"]  # fmt: skip
+               sys.executable, "-m", "tests.plugins.checks"]  # fmt: skip
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

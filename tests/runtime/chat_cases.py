@@ -1,4 +1,4 @@
-"""About twenty small chat templates, each with the Jinja features of one family of public templates."""
+"""Small chat templates, each with the Jinja features of one family of public templates."""
 
 from __future__ import annotations
 
@@ -78,14 +78,6 @@ CASES = [
 {%- for m in messages %}{{- '<|h|>' + m.role + '<|/h|>' + m.content | trim + '<|e|>' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|h|>assistant<|/h|>' }}{%- endif %}""",
          '"description": "Tells the <weather> of a città"', values={"tools": TOOLS}),
-    Case("llama 3.1 with a date of the caller", "{{ date_string }} {{ strftime_now('%Y') | length }}", "1 May 4",
-         values={"date_string": "1 May"}),
-    Case("mistral: namespace over a loop", """\
-{%- set ns = namespace(index=0, text='') %}
-{%- for m in messages if m.role != 'system' %}
-    {%- set ns.index = ns.index + 1 %}{%- set ns.text = ns.text ~ ns.index ~ m.role[0] %}
-{%- endfor %}
-{{- bos_token ~ ns.text ~ (messages | map(attribute='role') | join(',')) }}""", "1u2a3u"),
     Case("mixtral: tool calls and results as JSON", """\
 {%- set user = messages | selectattr("role", "equalto", "user") | list %}
 {%- for m in messages %}
@@ -112,19 +104,6 @@ CASES = [
 ' }}{% endfor %}
 {% if add_generation_prompt %}{{'<turn>model
 '}}{% endif %}""", "<turn>model\n"),
-    Case("qwen 2.5: tools in the system turn", """\
-{%- if tools %}
-    {{- '<s>system\\n' ~ (messages[0]['content'] if messages[0].role == 'system' else 'You help.') }}
-    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-{%- endif %}
-{%- for m in messages %}
-    {%- if (m.role == "user") or (m.role == "system" and not loop.first)
-           or (m.role == "assistant" and not m.tool_calls) %}
-        {{- '<s>' + m.role + '\\n' + m.content + '<e>' + '\\n' }}
-    {%- elif m.role == "tool" and ((loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool")) %}
-        {{- 'tool: ' }}{{- m.content }}
-    {%- endif %}
-{%- endfor %}""", "You help.", CALLS, {"tools": TOOLS}),
     Case("qwen 3: thinking cut off by splits, messages from the end", """\
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages[::-1] %}
@@ -144,40 +123,6 @@ CASES = [
 {%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}
     {{- '<think>\\n\\n</think>' }}
 {%- endif %}{{- ns.last }}""", "|Hi!|", values={"enable_thinking": False}),
-    Case("phi 3: text outside of blocks, lines kept", """\
-{% for m in messages %}{% if m['role'] in ['system', 'user'] %}{{'<|' + m['role'] + '|>
-' + m['content'] + '<|end|>
-'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
-' }}{% else %}{{ eos_token }}{% endif %}""", "<|user|>\n Hé"),
-    Case("deepseek r1: defaults, several namespaces, concatenation", """\
-{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
-{% set ns = namespace(first=true, tool=false, system='') %}
-{%- for m in messages %}{%- if m['role'] == 'system' %}{%- set ns.system = m['content'] %}{%- endif %}{%- endfor %}
-{{bos_token}}{{ns.system}}
-{%- for m in messages %}
-{%- if m['role'] == 'assistant' and m['content'] is not none %}
-{% set content = m['content'] %}
-{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
-{{'<A>' + content + eos_token}}
-{%- elif m['role'] == 'user' %}{%- set ns.tool = false -%}{{'<U>' + m['content']}}{%- endif %}
-{%- endfor -%}
-{% if add_generation_prompt and not ns.tool %}{{'<A><think>\\n'}}{% endif %}""", "<A>\n\nHi!</s>"),
-    Case("zephyr: nested conditions and bare newlines", """\
-{% for m in messages %}
-{% if m['role'] == 'user' %}
-{{ '<|user|>
-' + m['content'] + eos_token }}
-{% elif m['role'] == 'system' %}
-{{ '<|system|>
-' + m['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}""", "<|system|>\n  Be brief."),
-    Case("chatml: one line",
-         "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>system\n"),
     Case("command r: documents and a macro", """\
 {%- macro entry(document, number) -%}
 Document: {{ number }}
@@ -193,18 +138,6 @@ Document: {{ number }}
 {{- missing | default('none') }}{{ missing2 is defined }}
 {{- messages | rejectattr('role', 'in', ['user', 'system']) | map(attribute='content') | first }}""",
          "length=2;none", values={"controls": {"length": {"a": 1, "b": 2}, "tone": "x"}}),
-    Case("smollm: a system turn of its own", """\
-{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<S>You are small<E>\n' }}{% endif %}
-{{- '<' ~ m['role'] ~ '>' ~ m['content'] ~ '<E>\n' }}{% endfor %}""", "<S>You are small<E>", CALLS[:1]),
-    Case("falcon: capitals and replacements", """\
-{% for m in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}
-{{ m['role'] | capitalize }}: {{ m.content.strip().replace('\r\n', '\n').replace('\n\n', '\n') }}{% endfor %}
-{% if add_generation_prompt %}{{ '\n' + 'Falcon:' }}{% endif %}""", "System: Be brief."),
-    Case("olmo: loop.last, eos between turns", """\
-{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}
-{{ '<|assistant|>\n' + m['content'] + eos_token + '\n' }}
-{% elif m['role'] == 'assistant' and loop.last %}{{ m['content'] + eos_token }}
-{% else %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '\n' }}{% endif %}{% endfor %}""", "Hi!</s>"),
     Case("yi: conditions without a role, all special tokens", """\
 {{ [bos_token, eos_token, pad_token, unk_token] | join('') }}{{ sep_token is defined }}{{ cls_token }}
 {%- if messages | length > 9 %}never{% else %}{{ messages[0].content if messages[0].role == 'system' }}{% endif %}""",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from redraft import names
+from redraft.engines import open_bundle
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda
@@ -16,6 +17,7 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.runtime import Runtime, api
+from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.standins.cuda import FakeCuda
 from tests.standins.tensorrt import FakeTensorRt, Profile, write_engine
 
@@ -71,6 +73,30 @@ def open_over(device: Device, path: Path, max_num_seqs: int = 1, **lyanna: objec
         return Runtime.open(
             path, threads=1, max_num_seqs=max_num_seqs, verify=False, drafter_options=options, device=device.name
         )
+
+
+def opener(kind: str, path: Path, folder: Path, patch: pytest.MonkeyPatch) -> Callable[..., Runtime]:
+    """Return a function of slots and the drafter's options that opens a bundle: on the host, or on a kind of device.
+
+    kind: `host`, `cpu`, `tensorrt`, `sizes on the host` for TensorRT engines that read sizes there, or `onnxruntime on
+    a GPU`.   folder: for engines of the fakes.
+    """
+    bundle = open_bundle(path, verify=False)
+
+    def device() -> Device:
+        if kind == "cpu":
+            return cpu_device(bundle)
+        if kind == "onnxruntime on a GPU":
+            return onnxruntime_cuda(bundle, patch)
+        return tensorrt_device(bundle, folder, host=(names.KV_LEN,) if kind == "sizes on the host" else ()).device
+
+    def open_runtime(max_num_seqs: int = 1, **lyanna: object) -> Runtime:
+        if kind == "host":
+            options = {"lyanna": lyanna} if lyanna else {}
+            return Runtime.open(path, threads=1, max_num_seqs=max_num_seqs, verify=False, drafter_options=options)
+        return open_over(device(), path, max_num_seqs, **lyanna)
+
+    return open_runtime
 
 
 def cpu_device(bundle: Bundle, kernels: Compact | None = None) -> HostDevice:

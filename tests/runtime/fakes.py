@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from redraft import names, signatures
 from redraft.engines.device import Buffer, Run, check_bindings
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime, SamplingParams, api, speculation
 from redraft.runtime.chat import DEFAULT, ChatTemplates

@@ -71,35 +71,6 @@ def test_the_tree_is_cut_to_nodes_that_gain_more_than_they_cost(
     assert len(looked_up(controller, seq, chain(*shares))[1]) - 1 == nodes
 
 
-def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
-    """The drafter promises 0.9, but the verifier first accepts nothing, and later everything."""
-    controller, seq = lookup_only(CURVE), sequence()
-    tree = chain(0.9, 0.9, 0.9)
-    run(controller, seq, tree, accepted=0, steps=400)
-    assert run(controller, seq, tree, accepted=0, steps=10 * LONGEST_PAUSE) <= 11
-    run(controller, seq, tree, accepted=3, steps=4 * LONGEST_PAUSE)
-    assert run(controller, seq, tree, accepted=3, steps=50) == 50
-    assert seq.control.pause == 0  # the next pause is short again
-
-
-def test_a_new_method_goes_on_after_a_first_lost_step() -> None:
-    """Without credit, one lost step at the start of a process pauses, and each pause is twice as long."""
-    controller, seq = lookup_only(CURVE), sequence()
-    assert run(controller, seq, chain(0.9, 0.9, 0.9), accepted=0, steps=3) == 3
-    assert run(controller, seq, chain(0.9, 0.9, 0.9), accepted=0, steps=60) < 20
-
-
-def test_one_good_step_after_long_pauses_ends_them() -> None:
-    """A step after a pause counts more than others."""
-    controller, seq = lookup_only(CURVE), sequence()
-    tree = chain(0.9, 0.9, 0.9)
-    run(controller, seq, tree, accepted=0, steps=100)
-    assert seq.control.pause == LONGEST_PAUSE
-    while not run(controller, seq, tree, accepted=2, steps=1):
-        pass
-    assert seq.control.pause == 0
-
-
 def test_drafting_that_costs_more_than_it_gains_pauses_too() -> None:
     controller, seq = lookup_only(CURVE), sequence()
     run(controller, seq, chain(0.9), accepted=1, steps=200, offers_ms=1000.0)

@@ -9,7 +9,7 @@ import pytest
 
 from redraft import user_cache
 from redraft.engines import open_bundle
-from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.gpu import Gpu
 from redraft.errors import BackendError
 from redraft.runtime import api, measurements
 from redraft.runtime.cost import CostCurve, VerifyCosts

@@ -1,4 +1,4 @@
-"""Guarantees of the cycle for drafting methods: hidden states of every call, and resampling before fresh drafts."""
+"""The cycle and its scheduler: hidden states of every call, resampling before fresh drafts, slots without gaps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from redraft.engines.device import Buffer, slots_of
-from redraft.engines.host_buffer import HostBuffer
+from redraft.engines.host_device import HostBuffer
 from redraft.runtime import scheduler
 from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import Call, FixedBudget
@@ -17,12 +17,13 @@ from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.base import Pair, TreeMaker
 from redraft.runtime.drafters.ngram import NgramDrafter
+from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.offers import Offer, Speculation
 from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, OfferKind, Outcome
+from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome
 
 from .fakes import FakeEngine, fake_verifier, mixing_rule, plain
 
@@ -192,3 +193,42 @@ def test_a_step_reports_the_time_of_each_source(
     cycle.step(batch)
     assert controller.told == [(1000.0, {("slow", kind): ms for kind, ms in made.items()})]
     assert cycle.clock.draft + cycle.clock.resample == (1000.0 + sum(made.values())) / 1000
+
+
+class Noting(Cycle):
+    """Records which request begins in which slot, and which ones step and move."""
+
+    def __init__(self, slots: int) -> None:
+        verifier = fake_verifier(FakeEngine(), 400, max_num_seqs=slots)
+        super().__init__(verifier, Speculation(NoDrafter(verifier), FixedBudget(NO_SPECULATION)))
+        self.events: list[tuple[object, ...]] = []
+
+    def begin(self, seq: Sequence, slot: int) -> None:
+        self.events.append(("begin", seq.prompt_length, slot))
+        super().begin(seq, slot)
+
+    def step(self, batch: abc.Sequence[Sequence]) -> None:
+        self.events.append(("step", *[seq.prompt_length for seq in batch]))
+        super().step(batch)
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        self.events.append(("move", seq.prompt_length, source, target))
+        super().move(seq, source, target)
+
+
+def request(length: int, tokens: int) -> Sequence:
+    return Sequence([97] * length, length, length + tokens, frozenset(), Greedy())
+
+
+def test_a_request_takes_the_first_free_slot_and_moves_nobody() -> None:
+    cycle = Noting(3)
+    requests = [request(10, 3), request(20, 5), request(30, 4), request(40, 2)]
+    for _ in scheduler.run(cycle, requests):
+        pass
+    assert cycle.events == [
+        ("begin", 10, 0), ("begin", 20, 1), ("begin", 30, 2),
+        ("step", 10, 20, 30), ("step", 10, 20, 30), ("move", 30, 2, 0),
+        ("begin", 40, 2), ("step", 30, 20, 40), ("move", 20, 1, 0), ("step", 20),
+    ]  # fmt: skip
+    for seq in requests:
+        assert seq.new_tokens == plain(mixing_rule, [97] * seq.prompt_length, len(seq.new_tokens))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,22 +15,20 @@ from redraft.engines import open_bundle
 from redraft.engines.cuda import Cuda
 from redraft.engines.cuda_device import CudaBuffer
 from redraft.engines.device import Buffer
-from redraft.engines.host_buffer import HostBuffer
-from redraft.engines.host_device import HostDevice
+from redraft.engines.host_device import HostBuffer, HostDevice
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, graph_steps, speculation
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, graph_steps
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_tree import DeviceDrafts, DeviceTree, calls_of
 from redraft.runtime.graph_steps import GraphSteps
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import prune, root_only
 from redraft.runtime.verifier import Verifier, blank
-from redraft.types import Budget, Costs
+from redraft.types import Budget
 from tests.standins.cuda import FakeCuda
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE
+from .fakes import fix_costs
 from .lyanna_bundle import VOCABULARY
 from .test_lyanna import FULL, PARAMS, prompts
 
@@ -40,9 +37,7 @@ SHORT = prompts(4, seed=3, longest=12)
 
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    fix_costs(monkeypatch)
 
 
 @pytest.fixture(params=["cpu", "tensorrt"])

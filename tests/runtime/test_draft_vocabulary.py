@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,19 +15,16 @@ from redraft import names
 from redraft.engines import open_bundle
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.runtime import Runtime, SpeculationParams, api, scheduler, speculation
-from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.cycle import Cycle
-from redraft.runtime.offers import Speculation
+from redraft.runtime import Runtime, SpeculationParams
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, Costs
+from redraft.types import Budget
 from tests.export.drafters.tiny import last_chain
 from tests.export.drafters.token_tree import Tree, build_subtree
 
-from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE
+from .devices import opener
+from .fakes import fix_costs
 from .lyanna_bundle import SCALE, VOCABULARY, WIDTH, write_lyanna_bundle
-from .test_lyanna import FULL, PARAMS, PROMPTS, Scripted, lyanna_of, request
+from .test_lyanna import FULL, PARAMS, PROMPTS, admitted, lyanna_of, request
 
 Open = Callable[..., Runtime]
 SIZE = 8
@@ -44,19 +40,9 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(params=["host", "cpu", "tensorrt"])
 def opened(request: pytest.FixtureRequest, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Return a function that opens the bundle on the host or on a device, without measuring."""
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    fix_costs(monkeypatch)
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
-
-    def open_runtime(max_num_seqs: int = 1) -> Runtime:
-        if request.param == "host":
-            return Runtime.open(bundle, threads=1, max_num_seqs=max_num_seqs, verify=False)
-        found = open_bundle(bundle, verify=False)
-        device = cpu_device(found) if request.param == "cpu" else tensorrt_device(found, tmp_path).device
-        return open_over(device, bundle, max_num_seqs)
-
-    return open_runtime
+    return opener(request.param, bundle, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
@@ -117,8 +103,7 @@ def test_drafted_tokens_are_torchs(opened: Open, bundle: Path) -> None:
         drafter = lyanna_of(runtime)
         for place, prompt in enumerate(PROMPTS):
             seq = request(prompt)
-            cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): []})))
-            scheduler.admit(cycle, [], seq)
+            admitted(runtime, [seq])
             seq.tokens[-1] = (seq.tokens[-1], int(vocabulary[1]), outside[-1])[place % 3]
             (tree,) = drafter.draft([seq], [FULL])
             whole = expected.tree(seq.tokens).top_nodes(drafter.shape.nodes)

@@ -11,7 +11,7 @@ import pytest
 
 from redraft import names
 from redraft.engines.device import Buffer, Run
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.runtime.exactness import Exactness, measure_exactness, settle_exactness
 from redraft.runtime.verifier import Verifier
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.errors import UsageError
 from redraft.methods.lyanna_token_info import lookup
 from redraft.noise_spec import DRAWN
@@ -192,6 +192,17 @@ def request(prompt: list[int], noise: DraftNoise = NO_NOISE) -> Sequence:
     return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy(), noise=noise)
 
 
+def admitted(
+    runtime: Runtime, requests: list[Sequence], scripts: dict[int, list[OfferKind]] | None = None
+) -> tuple[Cycle, list[Sequence]]:
+    """Return a cycle and the batch of these requests after their prompts. Without scripts, all steps are plain."""
+    controller = Scripted(scripts or {id(seq): [] for seq in requests})
+    cycle, batch = Cycle(runtime.verifier, Speculation(lyanna_of(runtime), controller)), list[Sequence]()
+    for seq in requests:
+        scheduler.admit(cycle, batch, seq)
+    return cycle, batch
+
+
 def state(drafter: LyannaDrafter, name: str) -> np.ndarray:
     """Return the drafter's state of every slot."""
     return array_of(drafter._state[name])
@@ -263,10 +274,7 @@ def test_many_pending_rows_are_computed_in_chunks(opened: Open) -> None:
         drafter = lyanna_of(runtime)
         first, second = request([5, 6]), request([7, 8, 9])
         scripts = {id(first): [], id(second): [OfferKind.NONE] * 70 + [OfferKind.FRESH]}
-        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted(scripts)))
-        batch: list[Sequence] = []
-        scheduler.admit(cycle, batch, first)
-        scheduler.admit(cycle, batch, second)
+        cycle, batch = admitted(runtime, [first, second], scripts)
         for _ in range(70):
             cycle.step(batch)
         assert first.drafting[drafter].pending > CATCH_UP
@@ -284,8 +292,7 @@ def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
     """Without a first row, the graph would draft from old inputs."""
     with opened() as runtime:
         drafter, seq = lyanna_of(runtime), request([5, 6, 7])
-        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): []})))
-        scheduler.admit(cycle, [], seq)
+        admitted(runtime, [seq])
         drafter.draft([seq], [FULL])
         with pytest.raises(ValueError, match="nothing was committed since the last draft"):
             drafter.draft([seq], [FULL])
@@ -295,11 +302,7 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
     """The logits are those of unused steps of the last draft, after the bonus. A moved sequence keeps them."""
     with opened(2) as runtime:
         drafter, requests = lyanna_of(runtime), [request([5, 6, 7]), request([8, 9, 3, 4])]
-        scripts = {id(seq): [OfferKind.FRESH] for seq in requests}
-        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted(scripts)))
-        batch: list[Sequence] = []
-        for seq in requests:
-            scheduler.admit(cycle, batch, seq)
+        cycle, batch = admitted(runtime, requests, {id(seq): [OfferKind.FRESH] for seq in requests})
         cycle.step(batch)
         assert all(drafter.remaining(seq) for seq in batch)
         tables = bundle_tables(runtime)
@@ -351,10 +354,7 @@ def test_drafts_and_resampled_trees_have_the_noise_of_absolute_positions(opened:
         drafter = lyanna_of(runtime)
         texts = [5, 6, 7], [8, 9, 3, 4], [2, 3]
         requests = [request(text, noise) for text, noise in zip(texts, SAMPLED, strict=True)]
-        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): [] for seq in requests})))
-        batch: list[Sequence] = []
-        for seq in requests:
-            scheduler.admit(cycle, batch, seq)
+        cycle, batch = admitted(runtime, requests)
         for slot, tree in enumerate(drafter.draft(batch, [FULL] * 3)):
             assert_same_tree(tree, noisy_tree(runtime, batch[slot], slot, drafter.shape.nodes))
         for used in (1, 2):
@@ -369,10 +369,7 @@ def test_drawn_trees_say_what_each_nodes_children_were_drawn_from(opened: Open) 
     with opened(2) as runtime:
         drafter, tables = lyanna_of(runtime), bundle_tables(runtime)
         requests = [request([5, 6, 7], SAMPLED[0]), request([2, 3], SAMPLED[2])]
-        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): [] for seq in requests})))
-        batch: list[Sequence] = []
-        for seq in requests:
-            scheduler.admit(cycle, batch, seq)
+        cycle, batch = admitted(runtime, requests)
         drafter.draft(batch, [FULL] * 2)
         cycle.step(batch)
         coupled, drawn = drafter.resample(batch, [FULL] * 2)
@@ -401,10 +398,7 @@ def test_pending_rows_near_the_end_of_the_context_are_drafted_from(opened: Open,
     with pair(opened, max_num_seqs) as (runtime, reference):
         drafter, late = lyanna_of(runtime), request([5, 6, 7, 8] * 18)
         others = [request([5, 6, 7])] if max_num_seqs > 1 else []
-        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): [] for seq in (late, *others)})))
-        batch: list[Sequence] = []
-        for seq in (*others, late):
-            scheduler.admit(cycle, batch, seq)
+        cycle, batch = admitted(runtime, [*others, late])
         for pending in (2, 17):
             drafter.draft(batch, [FULL if seq is late else NO_SPECULATION for seq in batch])
             for _ in range(pending):
@@ -419,12 +413,7 @@ def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Op
     """The most pending rows of a batch set the width of all, and the other sequences' rows are padded."""
     with pair(opened, 2) as (runtime, reference):
         late, early = request([5, 6, 7, 8] * 22), request([9, 3, 4] * 10)
-        cycle = Cycle(
-            runtime.verifier, Speculation(lyanna_of(runtime), Scripted({id(seq): [] for seq in (late, early)}))
-        )
-        batch: list[Sequence] = []
-        for seq in (late, early):
-            scheduler.admit(cycle, batch, seq)
+        _, batch = admitted(runtime, [late, early])
         check_state(runtime, reference, batch)
 
 

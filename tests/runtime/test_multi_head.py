@@ -17,7 +17,7 @@ from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild, Precision
 from redraft.engines import open_bundle
 from redraft.engines.device import Device
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter

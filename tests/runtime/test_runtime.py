@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams
+from redraft.runtime import Runtime, SpeculationParams
 from redraft.types import Budget
 
 from .fakes import BOS, EOS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
@@ -123,9 +123,6 @@ def test_ids_that_the_model_does_not_know_are_refused(token: int) -> None:
             lambda runtime: runtime.generate(["a"], [5]),
             "expected SamplingParams, .* found int",
         ),
-        (lambda runtime: SamplingParams(max_tokens=1.5), "max_tokens must be a whole number, not 1.5"),
-        (lambda runtime: SamplingParams(max_tokens="8"), "max_tokens must be a whole number, not '8'"),
-        (lambda runtime: SamplingParams(temperature="0"), "temperature must be a number, not '0'"),
     ],
 )
 def test_values_of_another_type_are_refused(use: Callable[[Runtime], object], message: str) -> None:
@@ -139,11 +136,6 @@ def test_ids_of_numpy_are_ids() -> None:
     assert runtime.generate([ids], greedy(3))[0].token_ids == runtime.generate([ids.tolist()], greedy(3))[0].token_ids
 
 
-def test_closing_twice_is_harmless() -> None:
-    with make_runtime() as runtime:
-        runtime.close()
-
-
 def test_empty_prompt_is_the_bare_bos() -> None:
     result = make_runtime(script(b"hi", 1)).generate([""], greedy(2))[0]
     assert (result.text, result.prompt_tokens) == ("hi", 1)
@@ -154,14 +146,6 @@ def test_empty_prompt_without_bos_is_refused() -> None:
         make_runtime(bos=None).generate([""])
 
 
-@pytest.mark.parametrize(
-    "values", [{"max_tokens": 0}, {"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"stop": ("",)}]
-)
-def test_bad_parameters_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(UsageError):
-        greedy(**{"max_tokens": 1, **values})
-
-
 def test_unknown_method_and_option_are_refused() -> None:
     with pytest.raises(
         UsageError, match="no drafter 'nothing'; choose one of none, ngram, suffix, lookahead, or build"
@@ -169,17 +153,6 @@ def test_unknown_method_and_option_are_refused() -> None:
         make_runtime().generate(["a"], speculation="nothing")
     with pytest.raises(UsageError, match="prompt_lookup_size"):
         make_runtime(options={"ngram": {"prompt_lookup_size": 3}}).generate(["a"])
-
-
-def test_a_second_generation_is_refused_while_one_streams() -> None:
-    """Both generations would write the same KV rows."""
-    runtime = make_runtime()
-    stream = runtime.stream("abc", greedy(30))
-    next(stream)
-    with pytest.raises(UsageError, match="still running"):
-        runtime.generate(["x"])
-    stream.close()
-    assert runtime.generate(["x"], greedy(3))[0].finish_reason == "length"
 
 
 def test_json_has_the_documented_fields() -> None:
@@ -209,7 +182,7 @@ def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -
     """Acceptance rates follow the request by depth, and the label marks all text of such a run."""
     runtime = make_runtime(lambda tokens: 97, max_model_len=1000, max_num_seqs=max_num_seqs)
     args = dict(speculation=SpeculationParams(budget=Budget(6, 3, 2)), synthetic_acceptance=(0.9, 0.5, 0.0))
-    runs = [runtime.generate(["a", "a"], greedy(900, seed=seed), **args) for seed in (1, 1, 2)]
+    runs = [runtime.generate(["a", "a"], greedy(600, seed=seed), **args) for seed in (1, 1, 2)]
     first = runs[0][0]
     assert first.token_ids == runs[1][0].token_ids != runs[2][0].token_ids
     assert first.metrics.to_json()["synthetic"] is True
@@ -225,10 +198,6 @@ def test_a_batch_is_one_engine_call_a_step() -> None:
     engine = engine_of(runtime.verifier)
     runtime.generate(random_prompts(3, seed=1), greedy(30), speculation="none")
     assert [batch for batch, _ in engine.sizes] == [1] * 3 + [3] * 29
-
-
-def test_prompt_may_be_ids_and_bos_is_not_added_to_them() -> None:
-    assert make_runtime().generate([[BOS, 97]], greedy(1))[0].prompt_tokens == 2
 
 
 def test_a_closed_runtime_refuses_calls() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from redraft.errors import UsageError
 from redraft.runtime import SpeculationParams
 from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import Budget
@@ -74,31 +73,3 @@ def test_special_tokens_do_not_show() -> None:
     for token in [97, 256, 98, 257]:
         stream.push(token)
     assert stream.text == "ab"
-
-
-def test_chat_template_sees_messages_and_special_tokens() -> None:
-    template = (
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}{{ eos_token }}"
-    )
-    text = byte_text(template=template)
-    messages = [{"role": "user", "content": "hi"}]
-    assert text.apply_chat_template(messages) == "<s>[user]hi[assistant]</s>"
-    assert text.apply_chat_template(messages, add_generation_prompt=False) == "<s>[user]hi</s>"
-    ids = text.encode("<s>[user]hi", special_tokens=False)
-    assert ids[0] == 256
-
-
-@pytest.mark.parametrize(
-    ("template", "match"),
-    [
-        (None, "no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "does not compile"),
-        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-    ],
-)
-def test_chat_templates_that_cannot_be_used_are_refused(template: str | None, match: str) -> None:
-    """The last case: a bundle's template must not access the interpreter."""
-    with pytest.raises(UsageError, match=match):
-        byte_text(template=template).apply_chat_template([{"role": "user", "content": "hi"}])

@@ -11,7 +11,7 @@ import pytest
 from redraft import names
 from redraft.engines import host_device, open_bundle
 from redraft.engines.device import slots_of
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.runtime import Runtime, SpeculationParams, graph_steps
 from redraft.runtime.drafters import engine
 from redraft.runtime.graph_steps import GraphSteps
@@ -20,7 +20,7 @@ from redraft.runtime.tree import chain, root_only
 from redraft.runtime.verifier import Verifier
 from tests.standins.cuda import FakeCuda
 
-from .devices import cpu_device, open_over, tensorrt_device
+from .devices import cpu_device, open_over, opener, tensorrt_device
 from .fakes import VOCABULARY, FakeEngine, fake_verifier, fix_costs
 from .lyanna_bundle import CONTEXT
 from .test_lyanna import FULL, PARAMS, PROMPTS, plain, request  # noqa: F401
@@ -35,17 +35,11 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["host", "cpu", "tensorrt"])
-def opened(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path) -> Open:
+def opened(
+    request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Open:
     """Return a function that opens the bundle on the host or on a device."""
-    bundle = open_bundle(lyanna_bundle, verify=False)
-
-    def open_runtime(max_num_seqs: int) -> Runtime:
-        if request.param == "host":
-            return Runtime.open(lyanna_bundle, threads=1, max_num_seqs=max_num_seqs, verify=False)
-        device = cpu_device(bundle) if request.param == "cpu" else tensorrt_device(bundle, tmp_path).device
-        return open_over(device, lyanna_bundle, max_num_seqs)
-
-    return open_runtime
+    return opener(request.param, lyanna_bundle, tmp_path, monkeypatch)
 
 
 def rows(verifier: Verifier) -> np.ndarray:

@@ -37,11 +37,6 @@ class Severity(IntEnum):
     INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
 
 
-class DeviceType(IntEnum):
-    GPU = 0
-    DLA = 1
-
-
 class IProgressMonitor:
     """Base class of a monitor; one that does not call its __init__ cannot be used."""
 
@@ -76,30 +71,14 @@ class OptimizationProfile:
             raise RuntimeError("opt input provided for shape tensor is inconsistent with other inputs.")
         self.values[input] = (tuple(min), tuple(opt), tuple(max))
 
-    def get_shape(self, input: str) -> list[tuple[int, ...]]:
-        return list(self.shapes[input])
-
-    def get_shape_input(self, input: str) -> list[tuple[int, ...]]:
-        return list(self.values[input])
-
 
 def _ordered(*ranges: Any) -> bool:
     return all(list(sizes) == sorted(sizes) for sizes in zip(*ranges, strict=True))
 
 
 class TimingCache:
-    def combine(self, input_cache: Any, ignore_mismatch: bool) -> bool:
-        return True
-
     def serialize(self) -> Any:
-        return _Bytes(b"times")
-
-
-class _Bytes(bytes):
-    def __enter__(self) -> _Bytes:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
+        return b"times"
 
 
 HostMemory = c_char * 6
@@ -111,11 +90,8 @@ class BuilderConfig:
         self.flags: set[int] = {BuilderFlag.TF32}
         self.profiles: list[OptimizationProfile] = []
         self.limits: dict[int, int] = {}
-        self.previews: dict[int, bool] = {}
         self.plugins_to_serialize: list[str] = []
         self.loaded_times: list[bytes] = []
-        self.DLA_core = -1
-        self.default_device_type = DeviceType.GPU
         self.profiling_verbosity = ProfilingVerbosity.DETAILED
         self.max_aux_streams = -1
         self.progress_monitor: Any = None
@@ -126,28 +102,12 @@ class BuilderConfig:
     def clear_flag(self, flag: int) -> None:
         self.flags.discard(flag)
 
-    def get_flag(self, flag: int) -> bool:
-        return flag in self.flags
-
     def add_optimization_profile(self, profile: OptimizationProfile) -> int:
         self.profiles.append(profile)
         return len(self.profiles) - 1
 
-    @property
-    def num_optimization_profiles(self) -> int:
-        return len(self.profiles)
-
     def set_memory_pool_limit(self, pool: int, pool_size: int) -> None:
         self.limits[pool] = pool_size
-
-    def get_memory_pool_limit(self, pool: int) -> int:
-        return self.limits[pool]
-
-    def set_preview_feature(self, feature: int, enable: bool) -> None:
-        self.previews[feature] = enable
-
-    def get_preview_feature(self, feature: int) -> bool:
-        return self.previews.get(feature, False)
 
     def create_timing_cache(self, serialized_timing_cache: bytes) -> TimingCache:
         self.loaded_times.append(bytes(serialized_timing_cache))
@@ -203,9 +163,6 @@ class Network:
     def get_input(self, index: int) -> Any:
         return self._inputs[index]
 
-    def get_flag(self, flag: int) -> bool:
-        return True
-
 
 class FakeBuilding:
     """Builders, networks and parsers. Their arguments are in `calls`, `configs` and `flags`.
@@ -220,7 +177,6 @@ class FakeBuilding:
     MemoryPoolType = MemoryPoolType
     ProfilingVerbosity = ProfilingVerbosity
     NetworkDefinitionCreationFlag = NetworkDefinitionCreationFlag
-    DeviceType = DeviceType
     DataType = DataType
     ILogger = ILogger
     IProgressMonitor = IProgressMonitor
@@ -247,10 +203,6 @@ class FakeBuilding:
         self.configs: list[BuilderConfig] = []
         self.flags: list[int] = []
         self.engine = HostMemory(*b"engine")
-
-    def init_libnvinfer_plugins(self, logger: ILogger, namespace: str) -> bool:
-        self.calls.append(("init_libnvinfer_plugins", namespace))
-        return True
 
     def get_plugin_registry(self) -> Any:
         return SimpleNamespace(load_library=self._load_library, get_creator=self._get_creator)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.tiny.recipe import ModelConfig, VerifierRecipe
+from .small_verifier import ModelConfig, VerifierRecipe, publish, train_verifier
 
 TEXT = "the cat sat on a mat and saw two dogs run over old green hills by the sea while rain fell"
 
@@ -73,8 +73,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def run(recipe: VerifierRecipe, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run folder."""
-    from experiments.tiny.run import train_verifier
-
     out = tmp_path_factory.mktemp("run")
     train_verifier(sources, out, recipe)
     return out
@@ -83,8 +81,6 @@ def run(recipe: VerifierRecipe, sources: dict[str, str], tmp_path_factory: pytes
 @pytest.fixture(scope="session")
 def verifier_folder(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, published: what drafters are trained for."""
-    from experiments.tiny.publish import publish
-
     out = tmp_path_factory.mktemp("verifier")
-    publish(run, out, {})
+    publish(run, out)
     return out

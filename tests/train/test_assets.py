@@ -1,4 +1,4 @@
-"""The texts of SmolLM2 that are shipped, and its drafter."""
+"""The texts of SmolLM2 that are shipped, its drafter, and the embedded model, which agrees with its card."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
+from safetensors import safe_open
 
 from redraft.engines.recipes import load_recipe
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
+from redraft.train.data import is_held_out
 from redraft.train.objectives import find_training
 from redraft.train.text_batches import TextSet
 from redraft.train.text_shards import PACKED, Shards, load_facts
@@ -17,6 +20,8 @@ from redraft.train.write_text import written_tokens
 FOLDER = Path(__file__).parents[2] / "assets" / "smollm2" / "text"
 DRAFTER = FOLDER.parent / "lyanna"
 END = 2  # <|im_end|>
+TINY = FOLDER.parents[1] / "tiny"
+KINDS = ("code", "word_problems", "prose")
 
 
 def test_smollm2s_texts_are_enough_and_of_the_recipes_verifier() -> None:
@@ -56,3 +61,44 @@ def test_smollm2s_drafter_is_small_trained_on_enough_and_of_the_recipes_verifier
     assert training["step"] * training["recipe"]["texts"] / texts * tokens >= 6_000_000
     recipe = find_training("lyanna").recipe
     assert recipe.from_dict(training["recipe"]) == recipe.load("lyanna-smollm2")
+
+
+def test_the_embedded_model_is_small_and_of_its_shape() -> None:
+    everything = {path: path.stat().st_size for path in TINY.rglob("*") if path.is_file()}
+    variant = {path: size for path, size in everything.items() if TINY / "multi_head" in path.parents}
+    assert sum(variant.values()) <= 20_000_000  # another verifier
+    sizes = {path: size for path, size in everything.items() if path not in variant}
+    folders = {path.parent for path in sizes if path.name == "model.safetensors"} - {TINY}
+    drafters = {one.name: sum(size for path, size in sizes.items() if path.parent == one) for one in folders}
+    assert {"lyanna", "student", "eagle", "eagle3", "hass", "fspad", "griffin"} <= set(drafters)
+    assert max(drafters.values()) <= 4_000_000
+    assert sum(sizes.values()) - sum(drafters.values()) <= 22_000_000
+    assert sum(everything.values()) <= 80_000_000
+    config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    assert (config["num_hidden_layers"], config["vocab_size"]) == (12, 4096)
+    counts = []
+    for name in ("model.safetensors", config["redraft_mtp"]["file"]):
+        with safe_open(TINY / name, "np") as file:
+            slices = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118
+        assert {one.get_dtype() for one in slices} == {"BF16"}
+        counts.append(sum(int(np.prod(one.get_shape())) for one in slices))
+    figures = json.loads((TINY / "evaluation.json").read_text(encoding="utf-8"))
+    assert counts == [figures["parameters"], figures["mtp_parameters"]]
+    assert 6e6 <= sum(counts) <= 10e6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_of_held_out_documents(kind: str) -> None:
+    """One document in 20, as the card says. A prompt from a training file would improve all figures wrongly."""
+    lines = (TINY / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+    items = [json.loads(line) for line in lines]
+    assert len({item["turns"][0] for item in items}) >= 40
+    assert all(is_held_out(kind, item["source"], 20) for item in items)
+
+
+def test_the_card_has_the_measured_figures() -> None:
+    card = (TINY / "README.md").read_text(encoding="utf-8")
+    figures = json.loads((TINY / "evaluation.json").read_text(encoding="utf-8"))
+    for kind in KINDS:
+        assert f"| {kind} | {figures['kinds'][kind]['bits_per_byte']:.3f} |" in card
+    assert f"{figures['python_without_error']:.0%} have no syntax error" in card

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.tiny.objective import VerifierObjective
 from redraft.errors import TrainingError
 from redraft.train.batches import BatchPlan
 from redraft.train.checkpoint import NAME, load_checkpoint
 from redraft.train.loop import train
+
+from .small_verifier import VerifierObjective
 
 
 def plan_for(recipe):

@@ -81,7 +81,7 @@ def long_bundle(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_SINGLE])
-@pytest.mark.parametrize("past", [1, 100, 125, 126, 127, 128, 129, 200, 250, 255, 256, 257, 300, 370])
+@pytest.mark.parametrize("past", [1, 126, 127, 128, 129, 255, 256, 257, 370])
 def test_the_number_of_committed_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, past):
     """Over multiples of the rows that products sum at a time."""
     verifier = open_verifier(LONG, long_bundle, form, 1)
@@ -107,7 +107,7 @@ def branched(text: np.ndarray, others: np.ndarray) -> tuple[DraftTree, list[int]
     return DraftTree(tokens, parents, -np.arange(9, dtype=np.float32)), path
 
 
-@pytest.mark.parametrize("past", [1, 60, 119, 120, 123, 127, 128, 250, 254, 300])
+@pytest.mark.parametrize("past", [1, 119, 120, 127, 128, 254])
 def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle, past):
     """If it would, only the part that does not is verified, by `exact_part` as in the cycle."""
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_SINGLE, 1)
@@ -122,7 +122,7 @@ def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle, p
     assert found[seen].tobytes() == whole[past : past + len(seen)].tobytes()
 
 
-@pytest.mark.parametrize("slot", range(8))
+@pytest.mark.parametrize("slot", [0, 3, 7])
 def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle, slot):
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 8)
     generator = np.random.default_rng(4)
@@ -142,19 +142,6 @@ def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle, slot):
         trees[slot] = tree
         found = verifier.logits(trees, pasts)[slot]
         assert found[nodes].tobytes() == whole[30 : 30 + len(nodes)].tobytes()
-
-
-def test_trees_of_different_shapes_and_lengths_together(long_bundle):
-    verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 3)
-    texts, others = np.random.default_rng(7).integers(0, LONG.vocabulary, (2, 3, 80))
-    wholes = verifier.logits([chain(text) for text in texts], [0] * 3)
-    pasts = [60, 11, 37]
-    fork = np.array([-1, 0, 0, 2], dtype=np.int64)
-    trees = [branched(texts[0][60:], others[0])[0], chain(texts[1][11:17])]
-    trees.append(DraftTree(np.insert(texts[2][37:40], 1, others[2][0]), fork, np.zeros(4, np.float32)))
-    found = verifier.logits(trees, pasts)
-    for rows, whole, past, path in zip(found, wholes, pasts, ([0, 5, 6, 7, 8], range(6), [0, 2, 3]), strict=True):
-        assert rows[list(path)].tobytes() == whole[past : past + len(path)].tobytes()
 
 
 @pytest.mark.parametrize("most_copied", [0, 1 << 30])
@@ -186,7 +173,7 @@ def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("threads", [1, 4, 8, 16])
+@pytest.mark.parametrize("threads", [4, 16])
 @pytest.mark.parametrize("heads", SHARED, ids=str)
 def test_threads_that_share_a_product_change_no_bit(heads, threads, tmp_path):
     """Over one block of keys and several, one row and many, alone and in a batch."""
@@ -208,7 +195,5 @@ def test_threads_that_share_a_product_change_no_bit(heads, threads, tmp_path):
             assert found.tobytes() == expected[:rows].tobytes(), (kv_len, rows)
         for slot in (1, 2):
             verifiers[1].move(0, slot, kv_len)
-        assert (
-            verifiers[1].logits([chain(text[kv_len : kv_len + 3])] * 3, [kv_len] * 3)[2].tobytes()
-            == expected[:3].tobytes()
-        )
+        batch = verifiers[1].logits([chain(text[kv_len : kv_len + 3])] * 3, [kv_len] * 3)
+        assert batch[2].tobytes() == expected[:3].tobytes()

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from redraft.engines.gpu import Gpu
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
-from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.engines.tensorrt.target import Target
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from tests.standins.tensorrt import FakeTensorRt
-from tests.standins.tensorrt_build import MemoryPoolType, NetworkDefinitionCreationFlag, OptimizationProfile
+from tests.standins.tensorrt_build import MemoryPoolType, NetworkDefinitionCreationFlag
 
 TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "kv_len": Range((2,), (9,), (64,))})
 TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "kv_len": Range((1,), (9,), (64,))})
@@ -51,7 +51,9 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     version: str, install: Install, build: EngineBuild
 ) -> None:
     fake = install(version)
-    assert bytes(build_engine(build)) == b"engine"
+    engine = build_engine(build)
+    assert bytes(engine) == b"engine"
+    assert engine.obj is fake.engine  # an engine is as large as the weights, so it is not copied
     assert fake.flags == [1 << NetworkDefinitionCreationFlag.STRONGLY_TYPED]
     assert ("parse_from_file", str(build.graph)) in fake.calls
     token, tree = fake.configs[0].profiles
@@ -60,6 +62,8 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     assert token.shapes["tokens"] == ((1, 1), (1, 1), (2, 1))
     assert fake.configs[0].limits == {MemoryPoolType.WORKSPACE: build.workspace_bytes}
     assert fake.configs[0].max_aux_streams == 0  # each of many contexts would make its own
+    assert not fake.configs[0].flags  # without TF32 too, which TensorRT sets
+    assert "load_library" not in dict(fake.calls)
 
 
 def test_tensorrts_log_goes_to_pythons_logging(
@@ -79,7 +83,6 @@ def test_tensorrts_log_goes_to_pythons_logging(
     [
         ({"inputs": (TensorSpec("tokens", "int32", ("B", "T")),)}, "expected tokens int32, found"),
         ({"inputs": (TensorSpec("tokens", "int64", ("B", "T")),)}, "unexpected tensor kv_len"),
-        ({"inputs": (TensorSpec("tokens", "int64", ("B",)),)}, r"unexpected|expected tokens \['B'\], found \[-1, -1\]"),
         ({"outputs": (TensorSpec("logits", "float32", ("B", "T")),)}, "expected tensor logits, found none"),
     ],
 )
@@ -89,13 +92,6 @@ def test_a_network_that_is_not_the_manifests_is_refused(
     install()
     with pytest.raises(BackendError, match=rf"cannot build verifier\.tensorrt\.onnx: {line}"):
         build_engine(replace(build, **change))  # type: ignore[arg-type]
-
-
-def test_profiles_are_read_back(install: Install, build: EngineBuild, monkeypatch: pytest.MonkeyPatch) -> None:
-    install()
-    monkeypatch.setattr(OptimizationProfile, "get_shape", lambda self, name: [(1, 1), (1, 1), (1, 1)])
-    with pytest.raises(BackendError, match=r"expected tokens Range.* in profile tree, found"):
-        build_engine(replace(build, profiles=(TREE,)))
 
 
 def test_profiles_that_the_bindings_refuse_are_one_line(install: Install, build: EngineBuild) -> None:
@@ -112,12 +108,6 @@ def test_a_builder_that_tensorrt_cannot_make_is_one_line(install: Install, build
     install(null="CUDA initialization failure with error: 35.")
     with pytest.raises(BackendError, match=r"verifier\.tensorrt\.onnx: CUDA initialization .* error: 35\.; see"):
         build_engine(build)
-
-
-def test_an_engine_is_not_copied(install: Install, build: EngineBuild) -> None:
-    """An engine is as large as the weights: its buffer is passed on, as TensorRT holds it."""
-    fake = install()
-    assert build_engine(build).obj is fake.engine
 
 
 def test_an_interrupt_ends_the_build_at_its_next_step(install: Install, build: EngineBuild) -> None:
@@ -139,21 +129,11 @@ def test_an_interrupt_ends_the_build_at_its_next_step(install: Install, build: E
     assert fake.steps == 2
 
 
-def test_without_a_plugin_none_is_loaded_and_no_preview_is_on(install: Install, build: EngineBuild) -> None:
-    fake = install()
-    build_engine(build)
-    assert "load_library" not in dict(fake.calls)
-    assert not fake.configs[0].previews
-    assert not fake.configs[0].plugins_to_serialize
-    assert not fake.configs[0].flags  # without TF32 too, which TensorRT sets
-
-
 def test_the_plugin_is_registered_before_the_graph_is_parsed(install: Install, build: EngineBuild) -> None:
     fake = install()
     build_engine(replace(build, plugin=Path("/p/lib.so")))
     order = [name for name, _ in fake.calls]
     assert order.index("load_library") < order.index("parse_from_file")
-    assert not fake.configs[0].previews, "TensorRT would copy caches that share memory with an output"
     assert not fake.configs[0].plugins_to_serialize
 
 
@@ -182,12 +162,6 @@ def test_measured_times_are_saved_and_read_by_the_next_build(install: Install, b
     assert fake.configs[0].loaded_times[0] == b"times"  # the second build starts from these
 
 
-def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBuild) -> None:
-    install(loads=False)
-    with pytest.raises(BackendError, match=r"does not load /p/lib\.so; build it with `make plugins"):
-        build_engine(replace(build, plugin=Path("/p/lib.so")))
-
-
 def test_the_parsers_message_is_one_line(install: Install, build: EngineBuild) -> None:
     install(error="node 3:\n unknown")
     line = r"verifier\.tensorrt\.onnx: node 'l0\.attended' \(Attention\): node 3: unknown; see its log"
@@ -206,12 +180,6 @@ def test_why_an_engine_is_not_built_is_tensorrts_own_line(install: Install, buil
     with pytest.raises(BackendError, match=r"onnx: Error Code 9: out of memory; see its log"):
         build_engine(build)
     assert len({id(logger) for logger in fake.loggers}) == 1  # TensorRT keeps the first
-
-
-def test_a_failure_without_a_reason_says_so(install: Install, build: EngineBuild) -> None:
-    fake = install(failure="Error Code 2: of the engine before")
-    with pytest.raises(BackendError, match="of the engine before"):
-        build_engine(build)
     fake._log = lambda *errors: None  # type: ignore[method-assign]
     with pytest.raises(BackendError, match=r"cannot build verifier\.tensorrt\.onnx: no reason given"):
         build_engine(build)

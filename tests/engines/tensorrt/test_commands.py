@@ -15,8 +15,7 @@ import pytest
 
 from redraft import names, signatures
 from redraft.engines.manifest import Manifest
-from redraft.engines.tensorrt.commands import commands
-from redraft.engines.tensorrt.inputs import sound_inputs, write_inputs
+from redraft.engines.tensorrt.commands import commands, sound_inputs, write_inputs
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
 from redraft.engines.tensorrt.prepare import graph_file
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
@@ -25,7 +24,7 @@ from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, lyanna_record
 from tests.engines.graphs import Decoder, save_verifier
-from tests.export.drafters.tiny import export, make_verifier
+from tests.export.drafters.tiny import Exported
 
 DECODER = Decoder()
 LIMITS = CallLimits(1, 16, 32, 64)
@@ -90,14 +89,21 @@ def test_trtexec_has_all_profiles_in_order_with_every_dynamic_input(tmp_path: Pa
                 s.name for s in signatures.verifier_inputs(DECODER.shape) if any(isinstance(d, str) for d in s.shape)
             }
             assert all(size.replace("x", "").isdigit() for size in sizes.values())
-    assert f"--dynamicPlugins={tmp_path / LIBRARY}" in words
     assert f"--onnx={tmp_path / 'verifier.tensorrt.onnx'}" in words
+    timed = found(tmp_path, manifest())["verifier: timed, profile tree"]
+    assert "--useProfile=2" in timed
+    assert any(word.startswith("--shapes=token_ids:1x13,") for word in timed)
+    for command in (words, timed):  # a plugin next to the engine is registered and stays there
+        assert f"--dynamicPlugins={tmp_path / LIBRARY}" in command
+        assert not any(word.startswith("--setPluginsToSerialize") or word == "--versionCompatible" for word in command)
 
 
-def test_every_profile_is_timed_at_its_tuned_sizes(tmp_path: Path) -> None:
-    words = found(tmp_path, manifest())["verifier: timed, profile tree"]
-    assert "--useProfile=2" in words
-    assert any(word.startswith("--shapes=token_ids:1x13,") for word in words)
+def test_without_a_plugin_none_is_named(tmp_path: Path) -> None:
+    for command in commands(folder := tmp_path / "with a space", manifest(native=True)):
+        assert not any("Plugins" in word or VARIABLE in word or "libredraft" in word for word in command.words)
+        assert "--versionCompatible" not in command.words
+        assert tuple(shlex.split(str(command))) == command.words
+        assert str(folder) in str(command) or "--write-inputs" in command.words
 
 
 def test_a_note_names_the_cache_copies_in_times_of_trtexec(tmp_path: Path) -> None:
@@ -105,21 +111,6 @@ def test_a_note_names_the_cache_copies_in_times_of_trtexec(tmp_path: Path) -> No
     (note,) = [purpose for purpose, words in found(tmp_path, manifest()).items() if not words]
     assert "the plugin copies each cache in every call" in note
     assert all(found(tmp_path, manifest(native=True)).values())
-
-
-def test_without_a_plugin_none_is_named(tmp_path: Path) -> None:
-    for words in found(tmp_path, manifest(native=True)).values():
-        assert not any("Plugins" in word or VARIABLE in word or "libredraft" in word for word in words)
-        assert "--versionCompatible" not in words
-
-
-def test_a_plugin_next_to_the_engine_is_registered_and_stays_there(tmp_path: Path) -> None:
-    given = f"--dynamicPlugins={tmp_path / LIBRARY}"
-    commands = found(tmp_path, manifest())
-    assert given in commands["verifier: built by trtexec"]
-    assert given in commands["verifier: timed, profile tree"]
-    for words in commands.values():
-        assert not any(word.startswith("--setPluginsToSerialize") or word == "--versionCompatible" for word in words)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -206,17 +197,10 @@ def test_integers_of_a_drafters_calls_are_sound() -> None:
 
 
 @pytest.mark.slow
-def test_every_command_of_polygraphy_runs_on_onnx_runtime(tmp_path: Path) -> None:
+def test_every_command_of_polygraphy_runs_on_onnx_runtime(drafter: Exported, tmp_path: Path) -> None:
     """The drafter's inputs too: draft and resample need rows, steps and tokens that fit together."""
-    (tmp_path / "verifier").mkdir()
-    exported = export(tmp_path, make_verifier(tmp_path / "verifier"))
-    commands = [words for words in found(exported.bundle.path, exported.bundle.manifest).values() if words]
+    commands = [words for words in found(drafter.bundle.path, drafter.bundle.manifest).values() if words]
     assert [words[2].rpartition("/")[2] for words in commands] == ["lyanna.draft.onnx", "lyanna.resample.onnx"]
     for words in commands:
         result = polygraphy(list(words[1:]), tmp_path)
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-
-
-def test_a_command_survives_the_shell(tmp_path: Path) -> None:
-    for command in commands(tmp_path / "with a space", manifest()):
-        assert tuple(shlex.split(str(command))) == command.words

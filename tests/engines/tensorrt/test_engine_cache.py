@@ -7,17 +7,15 @@ import os
 import time
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from redraft.engines.gpu import Gpu
 from redraft.engines.tensorrt import engine_cache
 from redraft.engines.tensorrt.builder import EngineBuild, Settings
-from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.engine_cache import engine_key, fetch, keep, timing_cache
-from redraft.engines.tensorrt.products import RTX
 from redraft.engines.tensorrt.records import Profile, Range
-from redraft.engines.tensorrt.target import Target
+from redraft.engines.tensorrt.target import RTX, Target
 from redraft.files import link_or_copy
 
 GPU = Gpu("NVIDIA H200", (9, 0), 1, 2)
@@ -48,6 +46,12 @@ def test_every_part_changes_the_key(place: int, other: object) -> None:
     assert engine_key(*changed) != engine_key(*PARTS)  # type: ignore[arg-type]
 
 
+def test_free_memory_and_paths_do_not_change_the_key() -> None:
+    elsewhere = replace(BUILD, graph=Path("/b/a.onnx"), timing_cache=Path("/c"), plugin=Path("/d.so"))
+    busy = Target("10.13.3", replace(GPU, free_bytes=0))
+    assert engine_key(b"graph", ("digest",), busy, "plugin", elsewhere) == engine_key(*PARTS)
+
+
 def test_tools_and_settings_of_a_build_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key has every setting of the builder, also constant ones."""
     before = engine_key(*PARTS)
@@ -58,21 +62,10 @@ def test_tools_and_settings_of_a_build_change_the_key(monkeypatch: pytest.Monkey
             assert engine_key(*PARTS) != before, field.name
 
 
-def test_free_memory_and_paths_do_not_change_the_key() -> None:
-    elsewhere = replace(BUILD, graph=Path("/b/a.onnx"), timing_cache=Path("/c"), plugin=Path("/d.so"))
-    busy = Target("10.13.3", replace(GPU, free_bytes=0))
-    assert engine_key(b"graph", ("digest",), busy, "plugin", elsewhere) == engine_key(*PARTS)
-
-
-def test_a_cached_engine_comes_back_and_survives_its_bundle(tmp_path: Path) -> None:
-    engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
-    engine.write_bytes(b"engine")
-    assert not fetch("key", tmp_path / "again", cache)
-    keep("key", engine, cache)
-    engine.unlink()
-    assert fetch("key", tmp_path / "again", cache)
-    assert (tmp_path / "again").read_bytes() == b"engine"
-    assert [path.name for path in cache.iterdir()] == ["key.engine"]
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(engine_cache, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -81,61 +74,48 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_cache, "MOST_BYTES", 250)
 
 
-def kept(key: str, cache: Path, folder: Path, used: int, size: int = 100, linked: bool = False) -> None:
+def kept(key: str, folder: Path, used: int, size: int = 100, linked: bool = False) -> None:
     """Put an engine with this time of last use into the cache; unless `linked`, its bundle is gone."""
     engine = folder / key
     engine.write_bytes(bytes(size))
-    keep(key, engine, cache)
+    keep(key, engine)
     if not linked:
         engine.unlink()
-    os.utime(cache / f"{key}.engine", (used, 0))
+    os.utime(folder / "cache" / f"{key}.engine", (used, 0))
 
 
 def names_in(cache: Path) -> list[str]:
     return sorted(path.stem for path in cache.iterdir())
 
 
-def test_the_engines_used_least_recently_are_evicted(tmp_path: Path, small: None) -> None:
-    cache = tmp_path / "cache"
+def test_the_engines_used_least_recently_are_evicted(tmp_path: Path, small: None, cache: Path) -> None:
     for used, key in enumerate(("a", "b", "c"), 1):
-        kept(key, cache, tmp_path, used)
+        kept(key, tmp_path, used)
     assert names_in(cache) == ["a", "b", "c"]  # the last one had a bundle when it was added
-    assert fetch("a", tmp_path / "again", cache)
+    assert fetch("a", tmp_path / "again")
+    stat = (tmp_path / "again").stat()
+    assert (stat.st_size, stat.st_mtime) == (100, 0)  # a bundle's digests need the time of writing
+    assert stat.st_atime > 1
     (tmp_path / "again").unlink()
-    kept("d", cache, tmp_path, 4)
+    kept("d", tmp_path, 4)
     assert names_in(cache) == ["a", "c", "d"]
     assert engine_cache.own_bytes(cache) == 300
-
-
-def test_engines_of_bundles_take_no_space_and_stay(tmp_path: Path, small: None) -> None:
-    cache = tmp_path / "cache"
-    for used, key in enumerate("abcd", 1):
-        kept(key, cache, tmp_path, used, linked=True)
-    assert names_in(cache) == ["a", "b", "c", "d"]
-    assert engine_cache.own_bytes(cache) == 0
-
-
-def test_a_fetch_leaves_the_time_of_writing(tmp_path: Path) -> None:
-    """A bundle stores digests of its files, and the cached file is the same as the bundle's."""
-    kept("a", tmp_path / "cache", tmp_path, 1)
-    fetch("a", tmp_path / "again", tmp_path / "cache")
-    stat = (tmp_path / "again").stat()
-    assert stat.st_mtime == 0
-    assert stat.st_atime > 1
+    for used, key in enumerate("wxyz", 5):
+        kept(key, tmp_path, used, linked=True)
+    assert {"w", "x", "y", "z"} <= set(names_in(cache))  # engines of bundles take no space
 
 
 def test_on_another_disk_engines_are_evicted_before_one_is_copied(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
-    cache = tmp_path / "cache"
     monkeypatch.setattr(engine_cache, "same_disk", lambda one, other: False)
-    kept("a", cache, tmp_path, 1)
-    kept("b", cache, tmp_path, 2)
-    kept("c", cache, tmp_path, 3)
+    kept("a", tmp_path, 1)
+    kept("b", tmp_path, 2)
+    kept("c", tmp_path, 3)
     assert names_in(cache) == ["b", "c"]
     engine = tmp_path / "large"
     engine.write_bytes(bytes(251))
-    keep("large", engine, cache)
+    keep("large", engine)
     assert names_in(cache) == ["b", "c"]
     assert "large is not cached: 0.0 GB are too many for" in caplog.text
 
@@ -149,19 +129,18 @@ def test_an_engine_that_vanishes_before_it_is_fetched_is_not_fetched(
         cached.unlink()
         link_or_copy(cached, out)
 
-    kept("a", tmp_path / "cache", tmp_path, 1)
+    kept("a", tmp_path, 1)
     monkeypatch.setattr(engine_cache, "link_or_copy", vanished)
-    assert not fetch("a", tmp_path / "again", tmp_path / "cache")
+    assert not fetch("a", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("vanishing", ["a", "b", "c"])
 def test_engines_that_vanish_during_an_eviction_do_not_stop_it(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, vanishing: str
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, vanishing: str, cache: Path
 ) -> None:
-    cache = tmp_path / "cache"
     for used, key in enumerate("abc", 1):
-        kept(key, cache, tmp_path, used)
+        kept(key, tmp_path, used)
     glob = Path.glob
 
     def vanish_when_listed(folder: Path, pattern: str) -> list[Path]:
@@ -171,41 +150,33 @@ def test_engines_that_vanish_during_an_eviction_do_not_stop_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "glob", vanish_when_listed)
-        kept("d", cache, tmp_path, 4)
+        kept("d", tmp_path, 4)
     assert names_in(cache) == sorted({*"abcd"} - {vanishing})
 
 
 @pytest.mark.parametrize(("hours", "left"), [(23, ["a", "b", "b.engine"]), (25, ["a", "b"])])
 def test_temporary_files_of_other_processes_are_deleted_after_a_day(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, hours: int, left: list[str]
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, hours: int, left: list[str], cache: Path
 ) -> None:
     """Another process renames its file at the end, and has no engine in the cache if the file is gone."""
-    cache, now = tmp_path / "cache", time.time_ns()
-    kept("a", cache, tmp_path, 1)
+    now = time.time_ns()
+    kept("a", tmp_path, 1)
     (cache / "b.engine.1").write_bytes(bytes(300))
     monkeypatch.setattr(engine_cache.time, "time_ns", lambda: now + hours * 3600 * 10**9)
-    kept("b", cache, tmp_path, 2)
+    kept("b", tmp_path, 2)
     assert names_in(cache) == left
     assert engine_cache.own_bytes(cache) == 200
 
 
-def test_a_cache_is_at_most_a_quarter_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = SimpleNamespace(total=64 << 30, free=0)
-    monkeypatch.setattr(engine_cache.shutil, "disk_usage", lambda folder: usage)
-    assert engine_cache.limit_bytes(tmp_path) == 16 << 30
-    usage.total = 1 << 50
-    assert engine_cache.limit_bytes(tmp_path) == engine_cache.MOST_BYTES
-
-
-def test_timing_caches_are_kept_apart_by_version_and_gpu(tmp_path: Path) -> None:
+def test_timing_caches_are_kept_apart_by_version_and_gpu(tmp_path: Path, cache: Path) -> None:
     other = Target("11.0.0", GPU)
-    assert timing_cache(TARGET, tmp_path).name == "timing-10.13.3-NVIDIA-H200-9.0.cache"
-    assert timing_cache(TARGET, tmp_path) != timing_cache(other, tmp_path)
+    assert timing_cache(TARGET).name == "timing-10.13.3-NVIDIA-H200-9.0.cache"
+    assert timing_cache(TARGET) != timing_cache(other)
 
 
 def test_without_hard_links_the_system_copies_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine is as large as the weights, and does not pass through memory."""
-    engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
+    engine = tmp_path / "verifier.engine"
     engine.write_bytes(b"engine")
 
     def refused(*_: object) -> None:
@@ -213,6 +184,6 @@ def test_without_hard_links_the_system_copies_a_file(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("os.link", refused)
     monkeypatch.setattr(Path, "read_bytes", refused)
-    keep("key", engine, cache)
-    assert fetch("key", tmp_path / "again", cache)
+    keep("key", engine)
+    assert fetch("key", tmp_path / "again")
     assert filecmp.cmp(engine, tmp_path / "again", shallow=False)

@@ -1,4 +1,4 @@
-"""Chains and kept rows in TensorRT's own operators: they and the portable graph give equal results in ONNX Runtime.
+"""Chains and kept rows prepared for TensorRT: they and the portable graph give equal results in ONNX Runtime.
 
 TensorRT's KV update writes to the memory of an input, so a buffer has one: a chain's later rows are not written.
 """
@@ -28,26 +28,33 @@ from redraft.signatures import VerifierShape
 from redraft.types import Budget
 from tests.engines.calls import sampling_values
 from tests.engines.drafters import LYANNA_DRAFT
-from tests.engines.graphs import for_onnxruntime
-from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
+from tests.engines.graphs import for_onnxruntime, restore_bodies
+from tests.export.drafters.tiny import CONFIG, Exported
 from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
 
 RELEASE = (10, 15)
 CAPACITY, WIDTH, POISON = 40, 5, 1e3
 NUM_PENDING = (3, 5)
 """Rows that two sequences bring to a call; the rest of WIDTH is padding."""
+CACHES = (names.key_cache(0), names.value_cache(0))
+LINKS = [names.link(cache, number) for number, cache in enumerate(CACHES * (CONFIG.steps - 1), 1)]
 SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9, max_positions=64)
 
 
 @pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """A chain of three steps, and its graph for TensorRT next to the portable one."""
-    folder = tmp_path_factory.mktemp("chain")
-    (folder / "verifier").mkdir()
-    exported = export(folder, make_verifier(folder / "verifier"))
-    prepare(exported.bundle.path, f"{LYANNA_DRAFT}.onnx", LYANNA_DRAFT, RELEASE, "native")
-    for_onnxruntime(exported.bundle.path / graph_file(LYANNA_DRAFT))
-    return exported
+def native(drafter: Exported) -> str:
+    """The file of the drafter's graph in TensorRT's own operators, next to the portable one."""
+    prepare(drafter.bundle.path, f"{LYANNA_DRAFT}.onnx", LYANNA_DRAFT, RELEASE, "native")
+    file = drafter.bundle.path / graph_file(LYANNA_DRAFT)
+    return for_onnxruntime(file).rename(file.with_name("native.onnx")).name
+
+
+@pytest.fixture(scope="module")
+def plugin(drafter: Exported) -> str:
+    """The file of the drafter's graph for the plugin."""
+    prepare(drafter.bundle.path, f"{LYANNA_DRAFT}.onnx", LYANNA_DRAFT, (10, 9), "plugin")
+    file = drafter.bundle.path / graph_file(LYANNA_DRAFT)
+    return file.rename(file.with_name("plugin.onnx")).name
 
 
 class Drafting:
@@ -86,18 +93,25 @@ def assert_same_draft(found: dict[str, np.ndarray], expected: dict[str, np.ndarr
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-4, err_msg=name)
 
 
-def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
-    """Poison after the committed rows between calls changes nothing: nobody reads it."""
-    portable, native = Drafting(drafter, f"{LYANNA_DRAFT}.onnx"), Drafting(drafter, graph_file(LYANNA_DRAFT))
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_a_chain_drafts_the_same_call_after_call(
+    attention: str, drafter: Exported, request: pytest.FixtureRequest
+) -> None:
+    """Poison after the committed rows between calls changes nothing. The operator's body stands for the plugin."""
+    file = request.getfixturevalue(attention)
+    if attention == "plugin":
+        model = restore_bodies(onnx.load(drafter.bundle.path / file))
+        onnx.save(model, drafter.bundle.path / (file := "body.onnx"))
+    portable, other = Drafting(drafter, f"{LYANNA_DRAFT}.onnx"), Drafting(drafter, file)
     cache_len = np.array([0, 2])
-    for cache in names.key_cache(0), names.value_cache(0):
+    for cache in CACHES:
         committed = np.random.default_rng(9).standard_normal((drafter.shape.kv_heads, 2, drafter.shape.head_dim))
-        for draft in (portable, native):
+        for draft in (portable, other):
             draft.caches[cache][1, :, :2] = committed
     for call in range(3):
-        assert_same_draft(native(cache_len, call), portable(cache_len, call))
+        assert_same_draft(other(cache_len, call), portable(cache_len, call))
         cache_len = cache_len + NUM_PENDING
-        for cache, rows in native.caches.items():
+        for cache, rows in other.caches.items():
             for sequence, kv_len in enumerate(cache_len):
                 np.testing.assert_allclose(
                     rows[sequence, :, :kv_len], portable.caches[cache][sequence, :, :kv_len], rtol=2e-4, atol=2e-4
@@ -105,11 +119,24 @@ def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
                 rows[sequence, :, kv_len:] = -POISON
 
 
-def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Exported) -> None:
+def test_with_the_plugin_the_buffers_between_nodes_are_outputs(drafter: Exported, plugin: str) -> None:
+    """They are bound to the buffer's own memory, so they have its type and sizes."""
+    graph = onnx.load(drafter.bundle.path / plugin, load_external_data=False).graph
+    portable = onnx.load(drafter.bundle.path / f"{LYANNA_DRAFT}.onnx", load_external_data=False).graph
+    assert [output.name for output in graph.output] == [*(output.name for output in portable.output), *LINKS]
+    assert [names.linked(name) for name in LINKS] == [*CACHES] * (CONFIG.steps - 1)
+    buffers = {each.name: each.type for each in graph.input}
+    assert all(output.type == buffers[cache] for output in graph.output if (cache := names.linked(output.name)))
+    nodes = [node for node in graph.node if node.op_type == names.TREE_ATTENTION]
+    assert [name for node in nodes for name in node.input[3:5]] == [*CACHES, *LINKS]
+    assert [name for node in nodes for name in node.output[1:3]] == [*LINKS, *map(names.present, CACHES)]
+
+
+def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Exported, native: str) -> None:
     """TensorRT's KV update can do only this."""
-    graph = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT), load_external_data=False).graph
+    graph = onnx.load(drafter.bundle.path / native, load_external_data=False).graph
     updates = [node for node in graph.node if node.op_type == "TensorScatter"]
-    assert [node.input[0] for node in updates] == [names.key_cache(0), names.value_cache(0)]
+    assert [node.input[0] for node in updates] == [*CACHES]
     assert [node.output[0] for node in updates] == [
         names.present(cache) for cache in (node.input[0] for node in updates)
     ]

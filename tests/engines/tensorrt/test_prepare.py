@@ -17,13 +17,11 @@ import pytest
 
 from redraft import names, signatures
 from redraft.engines.tensorrt.expand import expand, expand_maxima
-from redraft.engines.tensorrt.merge import copied_bytes, merge_weights
 from redraft.engines.tensorrt.native import DECOMPOSABLE
-from redraft.engines.tensorrt.prepare import graph_file, prepare
+from redraft.engines.tensorrt.prepare import copied_bytes, graph_file, merge_weights, prepare
 from redraft.engines.tensorrt.records import weights_file
 from redraft.errors import BackendError
-from redraft.export.graph.tree_attention import bodies
-from tests.engines.graphs import Decoder, for_onnxruntime, save_verifier, stored_outside
+from tests.engines.graphs import Decoder, for_onnxruntime, restore_bodies, save_verifier, stored_outside
 
 PAST, NODES = (3, 6), 5
 PARENTS = (-1, 0, 0, 1, None)
@@ -82,6 +80,7 @@ def test_native_attention_computes_the_same_as_the_operator(kind: str, tmp_path:
     for value in (*prepared.graph.input, *prepared.graph.output):  # TensorRT's KV update wants fixed rows
         if value.name.startswith(("kv.", "present.")):
             assert value.type.tensor_type.shape.dim[2].dim_value == 24
+    assert {"RMSNormalization", "RotaryEmbedding"} <= {node.op_type for node in prepared.graph.node}
     attributes = {a.name: a.i for node in prepared.graph.node if node.op_type == "Attention" for a in node.attribute}
     assert attributes[DECOMPOSABLE] == 1  # float32, for which TensorRT has no fused attention
     assert_same(run(tmp_path / graph_file(names.VERIFIER), decoder), run(portable, decoder))
@@ -97,55 +96,46 @@ def test_operators_that_older_parsers_lack_are_spelled_out(kind: str, tmp_path: 
     assert_same(run(ir.to_proto(model).SerializeToString(), decoder), run(portable, decoder))
 
 
-def test_norms_and_rotation_stay_if_the_parser_knows_them(tmp_path: Path) -> None:
-    portable = save_verifier(Decoder(), tmp_path)
-    kinds = {node.op_type for node in prepare(tmp_path, portable.name, "verifier", (10, 15), "plugin").graph.node}
-    assert {"RMSNormalization", "RotaryEmbedding"} <= kinds
+def single_node(node: onnx.NodeProto, x: np.ndarray, constant: np.ndarray) -> onnx.ModelProto:
+    """A graph of one node over `x` and a constant `c`."""
+    value, kind = onnx.helper.make_tensor_value_info, onnx.helper.np_dtype_to_tensor_dtype(x.dtype)
+    graph = onnx.helper.make_graph(
+        [node], "g", [value("x", kind, x.shape)], [value("y", kind, None)],
+        [onnx.numpy_helper.from_array(constant, "c")],
+    )  # fmt: skip
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 24)], ir_version=11)
+
+
+def outputs(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    return ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
 
 
 @pytest.mark.parametrize(
     "node",
     [
-        onnx.helper.make_node("ReduceMax", ["x", "axes"], ["y"], keepdims=1),
-        onnx.helper.make_node("ReduceLogSumExp", ["x", "axes"], ["y"], keepdims=1),
+        onnx.helper.make_node("ReduceMax", ["x", "c"], ["y"], keepdims=1),
+        onnx.helper.make_node("ReduceLogSumExp", ["x", "c"], ["y"], keepdims=1),
         onnx.helper.make_node("LogSoftmax", ["x"], ["y"], axis=-1),
     ],
     ids=lambda node: node.op_type,
 )
 def test_maxima_are_spelled_out_as_the_same_numbers(node: onnx.NodeProto) -> None:
     x = (np.random.default_rng(0).normal(size=(2, 3, 50)) * 40).astype(np.float32)
-    value, float32 = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
-    graph = onnx.helper.make_graph(
-        [node], "maximum", [value("x", float32, [2, 3, 50])], [value("y", float32, None)],
-        [onnx.numpy_helper.from_array(np.array([2]), "axes")],
-    )  # fmt: skip
-    before = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 24)], ir_version=11)
+    before = single_node(node, x, np.array([2]))
     model = ir.from_proto(before)
     expand_maxima(model)
     assert "TopK" in (kinds := {each.op_type for each in model.graph})
     assert node.op_type not in kinds
-    found, expected = (
-        ort.InferenceSession(proto.SerializeToString()).run(None, {"x": x})[0] for proto in (ir.to_proto(model), before)
-    )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(outputs(ir.to_proto(model), x), outputs(before, x), atol=1e-5)
 
 
 def test_half_precision_norms_are_computed_wide(tmp_path: Path) -> None:
     """x² overflows fp16 from 256 on; the mean must be taken in float32."""
-    x, gain = np.full((1, 1, 8), 300, np.float16), np.ones(8, np.float16)
-    node = onnx.helper.make_node("RMSNormalization", ["x", "gain"], ["y"], axis=-1, epsilon=1e-5)
-    value = onnx.helper.make_tensor_value_info
-    half = onnx.TensorProto.FLOAT16
-    graph = onnx.helper.make_graph(
-        [node], "norm", [value("x", half, [1, 1, 8])], [value("y", half, [1, 1, 8])],
-        [onnx.numpy_helper.from_array(gain, "gain")],
-    )  # fmt: skip
-    model = ir.from_proto(
-        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 24)], ir_version=11)
-    )
+    x = np.full((1, 1, 8), 300, np.float16)
+    node = onnx.helper.make_node("RMSNormalization", ["x", "c"], ["y"], axis=-1, epsilon=1e-5)
+    model = ir.from_proto(single_node(node, x, np.ones(8, np.float16)))
     expand(model, (10, 9))
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
-    np.testing.assert_allclose(session.run(None, {"x": x})[0], np.ones_like(x), rtol=1e-3)
+    np.testing.assert_allclose(outputs(ir.to_proto(model), x), np.ones_like(x), rtol=1e-3)
 
 
 @pytest.mark.parametrize("release", [(10, 9), (11, 0)])
@@ -161,11 +151,7 @@ def test_the_plugin_is_named_as_every_parser_looks_it_up(release: tuple[int, int
     for node in nodes:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         assert (node.domain, attributes["plugin_version"], attributes["plugin_namespace"]) == ("", b"1", b"")
-        del node.attribute[-2:]
-        node.domain = names.TREE_ATTENTION_DOMAIN
-    model.functions.extend(bodies(False))
-    model.opset_import.append(onnx.helper.make_opsetid(names.TREE_ATTENTION_DOMAIN, 1))
-    assert_same(run(model.SerializeToString(), decoder), run(portable, decoder))
+    assert_same(run(restore_bodies(model).SerializeToString(), decoder), run(portable, decoder))
 
 
 def test_weights_stay_in_their_files(tmp_path: Path) -> None:
@@ -211,22 +197,15 @@ def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, axi
     np.testing.assert_array_equal(merged, np.concatenate([first, second]))
 
 
-def test_weights_that_are_read_alone_too_are_copied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("merges", [("ab", "a"), ("ac", "acb")])
+def test_weights_that_are_read_twice_are_copied_for_each(merges: tuple[str, str], tmp_path: Path) -> None:
     """TensorRT refuses two weights of different sizes at one place of a file."""
-    parts = [np.full((2, 4), value, np.float16) for value in (1, 2)]
-    model = concat_model(tmp_path, parts, [("ab", 0), ("a", 0)])
-    assert copied_bytes(model) == merge_weights(model, tmp_path, "merged.bin") == 3 * parts[0].nbytes
-    for merged, expected in zip(merged_in(model), (np.concatenate(parts), parts[0]), strict=True):
-        np.testing.assert_array_equal(merged, expected)
-
-
-def test_weights_of_two_merges_are_copied_for_each(tmp_path: Path) -> None:
-    parts = [np.full((2, 4), value, np.float16) for value in (1, 2, 3)]
-    model = concat_model(tmp_path, parts, [("ac", 0), ("acb", 0)])
-    assert copied_bytes(model) == merge_weights(model, tmp_path, "merged.bin") == 5 * parts[0].nbytes
-    a, b, c = parts
-    for merged, expected in zip(merged_in(model), ([a, c], [a, c, b]), strict=True):
-        np.testing.assert_array_equal(merged, np.concatenate(expected))
+    parts = {name: np.full((2, 4), value, np.float16) for value, name in enumerate("abc")}
+    model = concat_model(tmp_path, list(parts.values()), [(letters, 0) for letters in merges])
+    copied = sum(map(len, merges)) * parts["a"].nbytes
+    assert copied_bytes(model) == merge_weights(model, tmp_path, "merged.bin") == copied
+    for merged, letters in zip(merged_in(model), merges, strict=True):
+        np.testing.assert_array_equal(merged, np.concatenate([parts[letter] for letter in letters]))
 
 
 @pytest.mark.parametrize(("axis", "output"), [(1, False), (-1, False), (0, True)])

@@ -5,21 +5,17 @@ from __future__ import annotations
 import pytest
 
 from redraft import names, signatures
-from redraft.engines.tensorrt.profiles import (
-    CallLimits,
-    check_max_num_seqs,
-    check_tree,
-    drafter_symbols,
-    largest_call,
-    profiles_of,
-)
-from redraft.engines.tensorrt.records import Range
+from redraft.engines import check_max_num_seqs, check_tree
+from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of
+from redraft.engines.tensorrt.records import EngineRecord, Range, TensorRtRecord
 from redraft.errors import UsageError
 from redraft.methods import decoder
 from redraft.methods.lyanna import LyannaShape, draft_inputs, resample_inputs
 from redraft.names import TensorSpec
 from redraft.signatures import VerifierShape
+from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, symbols_of
+from tests.engines.graphs import Decoder
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
 LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, 7, "fp16", 61, 8)
@@ -76,17 +72,12 @@ def test_trees_are_tuned_and_taken_as_wide_as_they_are_padded() -> None:
 
 
 def test_a_drafters_calls_have_two_widths() -> None:
+    (resampling,) = profiles_of(symbols_of(LYANNA_RESAMPLE, LIMITS), SIGNATURES[LYANNA_RESAMPLE], LIMITS, False)
+    assert resampling.inputs[names.TOKENS] == Range((1,), (1,), (4,))
     prompt, step = profiles_of(symbols_of(LYANNA_DRAFT, LIMITS), SIGNATURES[LYANNA_DRAFT], LIMITS, kv_len_is_shape=True)
     assert prompt.inputs[names.TOKENS] == Range((1, 64), (1, 64), (4, 64))
     assert step.inputs[names.TOKENS] == Range((1, 16), (1, 16), (4, 16))
     assert step.inputs[names.KV_LEN] == Range((16,), (32,), (192,))
-
-
-def test_a_resampling_has_one_profile() -> None:
-    (found,) = profiles_of(
-        symbols_of(LYANNA_RESAMPLE, LIMITS), SIGNATURES[LYANNA_RESAMPLE], LIMITS, kv_len_is_shape=False
-    )
-    assert found.inputs[names.TOKENS] == Range((1,), (1,), (4,))
 
 
 def test_accepted_rows_are_kept_of_trees_only() -> None:
@@ -113,21 +104,14 @@ def test_profiles_that_would_be_the_same_are_one() -> None:
     assert [profile.name for profile in found] == ["prefill", "tree"]
 
 
-def test_values_of_kv_len_have_a_range_if_they_are_sizes() -> None:
-    for profile in profiles_of(
-        symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=True
-    ):
-        kv_len = profile.inputs[names.KV_LEN]
-        assert kv_len.max == (64,)
-        assert kv_len.min <= kv_len.opt <= kv_len.max
-
-
 def test_calls_larger_than_the_profiles_are_refused_with_a_hint() -> None:
     profiles = profiles_of(
         symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False
     )
-    batch, tree = largest_call(profiles)
+    record = TensorRtRecord("10.13.3", "GPU", "9.0", "plugin", engines={names.VERIFIER: EngineRecord("", "", profiles)})
+    batch, tree = manifest_of(Decoder(), tensorrt=record).largest_call or (0, 0)
     assert (batch, tree) == (4, 16)
+    assert manifest_of(Decoder()).largest_call is None
     check_tree(tree, 16)
     with pytest.raises(UsageError, match=r"a tree of 17 nodes.*than the 16.*--budget nodes to 15.*--tree-nodes 17"):
         check_tree(tree, 17)
@@ -140,6 +124,9 @@ def test_calls_larger_than_the_profiles_are_refused_with_a_hint() -> None:
 def test_kv_buffers_of_every_profile_hold_the_rows_of_its_call(max_model_len: int) -> None:
     """At the smallest, the tuned and the largest size: a drafter's calls have 16 or 64 rows at any `max_model_len`."""
     limits = CallLimits(batch=2, tree=16, prefill=128, max_model_len=max_model_len)
+    prefill = profiles_of(symbols_of(names.VERIFIER, limits), SIGNATURES[names.VERIFIER], limits, False)[0]
+    chunk = min(128, max_model_len)  # no option lowers the chunk, so a short context must not be refused for it
+    assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, chunk), (1, chunk))
     for graph, inputs in SIGNATURES.items():
         symbols = symbols_of(graph, limits)
         for sizes in symbols.values():
@@ -149,13 +136,6 @@ def test_kv_buffers_of_every_profile_hold_the_rows_of_its_call(max_model_len: in
         for profile in profiles_of(symbols, inputs, limits, kv_len_is_shape=True):
             for found in profile.inputs.values():
                 assert all(a <= b <= c for a, b, c in zip(found.min, found.opt, found.max, strict=True)), graph
-
-
-def test_a_prompts_chunk_is_at_most_the_context() -> None:
-    """No option lowers the chunk, so a short context must not be refused for it."""
-    limits = CallLimits(batch=1, tree=16, prefill=128, max_model_len=40)
-    prefill = profiles_of(symbols_of(names.VERIFIER, limits), SIGNATURES[names.VERIFIER], limits, False)[0]
-    assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 40), (1, 40))
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
@@ -177,7 +157,7 @@ def test_slots_begin_at_addresses_that_tensorrt_takes() -> None:
     assert [names.kv_rows(tokens) for tokens in (1, 16, 33)] == [16, 16, 48]
 
 
-@pytest.mark.parametrize("max_model_len", [16, 64, 4096])
+@pytest.mark.parametrize("max_model_len", [16, 4096])
 def test_a_decoder_that_drafts_has_profiles_for_prompts_for_steps_and_for_each_further_token(
     max_model_len: int,
 ) -> None:

@@ -17,16 +17,15 @@ from redraft import names, signatures
 from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.drafters import BuiltDrafter
+from redraft.engines.gpu import Gpu
 from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
-from redraft.engines.tensorrt import disk, merge, stage
+from redraft.engines.tensorrt import memory, prepare, stage
 from redraft.engines.tensorrt.builder import EngineBuild
-from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.records import Range, weights_file
 from redraft.engines.tensorrt.stage import stage_engines
-from redraft.engines.tensorrt.target import Target
-from redraft.engines.tensorrt.tools import Tools
-from redraft.errors import BackendError, BundleError, UsageError
+from redraft.engines.tensorrt.target import Target, Tools
+from redraft.errors import BackendError, BundleError
 from redraft.export.graph.step_graphs import export_step_graphs
 from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
@@ -92,14 +91,6 @@ def test_the_bundle_holds_engine_graph_plugin_and_the_portable_graph(build: Buil
     assert built[0].profiles == record.engines[names.VERIFIER].profiles
 
 
-def test_every_file_of_the_engines_is_under_the_digests(build: Build, tmp_path: Path) -> None:
-    build()
-    engine = tmp_path / "bundle" / "verifier.engine"
-    engine.write_bytes(engine.read_bytes()[::-1])
-    with pytest.raises(BundleError, match=r"verifier\.engine: expected SHA-256"):
-        open_bundle(tmp_path / "bundle")
-
-
 def test_an_engine_without_a_digest_is_refused(build: Build, tmp_path: Path) -> None:
     manifest, _ = build()
     files = {name: record for name, record in manifest.files.items() if name != "verifier.engine"}
@@ -108,18 +99,13 @@ def test_an_engine_without_a_digest_is_refused(build: Build, tmp_path: Path) -> 
         open_bundle(tmp_path / "bundle")
 
 
-def test_another_bundle_of_the_same_graph_builds_nothing(build: Build) -> None:
+@pytest.mark.parametrize("change", ["version", "gpu", "plugin", "profiles", "embedded"])
+def test_a_cached_engine_is_used_for_the_same_graph_and_nothing_else(change: str, build: Build, tools: Tools) -> None:
+    assert tools.digests() == {"tensorrt": "10.13.3", "gpu": "NVIDIA H200 9.0", "plugin": "0" * 64}
     assert len(build("first")[1]) == 1
-    manifest, built = build("second")
+    manifest, built = build("again")
     assert built == []
     assert manifest.tensorrt is not None
-
-
-@pytest.mark.parametrize(
-    "change", ["version", "gpu", "plugin", "profiles", "embedded"]
-)  # fmt: skip
-def test_a_cached_engine_is_not_used_for_anything_else(change: str, build: Build, tools: Tools) -> None:
-    build("first")
     plugin = tools.plugin
     assert plugin is not None
     others: dict[str, dict[str, object]] = {
@@ -140,14 +126,6 @@ def test_an_embedded_plugin_is_no_file_of_the_bundle(build: Build) -> None:
     assert built[0].embed_plugin
 
 
-def test_native_attention_needs_no_plugin(build: Build) -> None:
-    manifest, built = build(options=replace(OPTIONS, attention="native"), tools=Tools(Target("10.15.0", GPU), None))
-    assert manifest.tensorrt is not None
-    assert (manifest.tensorrt.plugin, manifest.tensorrt.plugin_file) == ("", "")
-    assert built[0].plugin is None
-    assert all(names.KV_LEN in profile.inputs for profile in built[0].profiles)
-
-
 def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
     """Our kernel does it, which is built with the plugin."""
     decoder = Decoder()
@@ -159,6 +137,8 @@ def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
     assert manifest.tensorrt is not None
     assert set(manifest.tensorrt.engines) == {names.VERIFIER, names.STEP_COMPACT_KV}
     assert [one.graph.name for one in built] == ["verifier.tensorrt.onnx", "step.compact_kv.tensorrt.onnx"]
+    assert (manifest.tensorrt.plugin, manifest.tensorrt.plugin_file, built[0].plugin) == ("", "", None)
+    assert all(names.KV_LEN in profile.inputs for profile in built[0].profiles)
     manifest, _ = build("plugin", graphs=graphs)
     assert manifest.tensorrt is not None
     assert set(manifest.tensorrt.engines) == {names.VERIFIER}
@@ -191,10 +171,13 @@ def test_too_little_disk_is_found_before_anything_is_built(build: Build, monkeyp
     assert line.endswith("(GiB: verifier 0.00); free some, or build with -o on another disk")
 
 
-def test_too_little_disk_for_merged_weights_is_found_before_they_are_copied(
-    build: Build, monkeypatch: pytest.MonkeyPatch
+def test_merged_weights_are_copied_only_if_the_disk_has_space(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge, "_copy", lambda part, out: pytest.fail("copied"))
+    build("copied", copies=True)
+    model = ir.load(tmp_path / "copied" / "verifier.onnx")
+    assert (tmp_path / "copied" / weights_file(names.VERIFIER)).stat().st_size == prepare.copied_bytes(model) > 0
+    monkeypatch.setattr(prepare, "_copy", lambda part, out: pytest.fail("copied"))
     free(monkeypatch, 1 << 10)
     with pytest.raises(BackendError) as caught:
         build(copies=True)
@@ -203,19 +186,13 @@ def test_too_little_disk_for_merged_weights_is_found_before_they_are_copied(
     assert line.endswith("(GiB: verifier 0.00); free some, or build with -o on another disk")
 
 
-def test_merged_weights_are_copied_if_the_disk_has_space(build: Build, tmp_path: Path) -> None:
-    build(copies=True)
-    model = ir.load(tmp_path / "bundle" / "verifier.onnx")
-    assert (tmp_path / "bundle" / weights_file(names.VERIFIER)).stat().st_size == merge.copied_bytes(model) > 0
-
-
 def test_a_disk_that_is_full_while_weights_are_copied_ends_the_build_with_a_line(
     build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def full(part: ir.ExternalTensor, out: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(merge, "_copy", full)
+    monkeypatch.setattr(prepare, "_copy", full)
     with pytest.raises(BundleError, match=r"^no space for .*bundle: .* MB written, .* MB free; free space, or give"):
         build(copies=True)
     assert not (tmp_path / "bundle").exists()
@@ -243,13 +220,4 @@ def test_too_little_memory_of_the_host_is_found_before_anything_is_built(
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Give the disk this many free bytes when engines are checked."""
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size, total=1 << 40))
-
-
-def test_a_tree_larger_than_the_context_is_refused(build: Build) -> None:
-    with pytest.raises(UsageError, match="a tree of 65 tokens does not fit in the context of 64"):
-        build(options=replace(OPTIONS, tree_nodes=65))
-
-
-def test_the_build_key_has_version_gpu_and_plugin(tools: Tools) -> None:
-    assert tools.digests() == {"tensorrt": "10.13.3", "gpu": "NVIDIA H200 9.0", "plugin": "0" * 64}
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size, total=1 << 40))

@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto, helper
 
 from redraft import names
-from redraft.engines.lowering.noise import lower_noise
+from redraft.engines.lowering import lower_noise
 from redraft.engines.tensorrt.operators import problems
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.export.graph import noise, tracing

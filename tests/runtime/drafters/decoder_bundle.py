@@ -1,4 +1,4 @@
-"""A bundle of a random Llama and of draft models: the verifier itself, part of it, and a wide one."""
+"""A bundle of a random Llama with decoders that draft: itself, parts of it, wide ones, and steered ones."""
 
 from __future__ import annotations
 
@@ -16,53 +16,54 @@ from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from tests.export.models import write_checkpoint
 from tests.little import WORDS, write_tokenizer
 
-CONTEXT = 160
+from .steered_bundle import STATES, random_steering, verifiers_layers
+
+CONTEXT, STEPS = 320, 6
 
 
 def write_bundle(folder: Path) -> Path:
-    """Build `folder`/engines from a checkpoint, next to its draft models.
+    """Build `folder`/engines from a checkpoint, next to its drafters.
 
     same:  the verifier's own checkpoint.   narrow, rounded: its first layer, in fp32 and in int8.
     wide:  as `narrow`, with trees.   part: its first layer and all but two of its tokens.
     fewer: another checkpoint, whose tokenizer lacks the last three tokens.
+    sd2:   the verifier's first and last layer, steered.   sd2-part: the same for all but two tokens, in int8.
     """
-    sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                 max_position_embeddings=CONTEXT)  # fmt: skip
+    rope = dict(rope_type="default", rope_theta=10000.0)
+    sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+                 max_position_embeddings=CONTEXT, rope_parameters=rope)  # fmt: skip
     verifier = Checkpoint.open(write_checkpoint(folder / "verifier", "llama", **sizes))
     write_tokenizer(folder / "verifier")
-    write_student(folder / "student", verifier, 0)
-    write_student(folder / "part", verifier, len(WORDS) - 2)
     write_checkpoint(folder / "fewer", "llama", **{**sizes, "vocab_size": len(WORDS) - 3, "num_hidden_layers": 1})
     write_tokenizer(folder / "fewer", words=WORDS[:-3])
-    same, student, part, fewer = (str(folder / name) for name in ("verifier", "student", "part", "fewer"))
+    for name, drafted, steered in (
+        ("student", 0, False), ("part", len(WORDS) - 2, False), ("sd2", 0, True), ("sd2-part", len(WORDS) - 2, True),
+    ):  # fmt: skip
+        write_student(folder / name, verifier, drafted, steered)
     exact = {"precision": "fp32"}
     drafters = (
-        DrafterBuild("same", same, METHOD, exact),
-        DrafterBuild("narrow", student, METHOD, exact),
-        DrafterBuild("rounded", student, METHOD),
-        DrafterBuild("wide", student, METHOD, {**exact, "width": 3, "nodes": 14, "steps": 6}),
-        DrafterBuild("part", part, METHOD, exact),
-        DrafterBuild("fewer", fewer, METHOD, exact),
+        DrafterBuild("same", str(folder / "verifier"), "draft_model", exact),
+        DrafterBuild("narrow", str(folder / "student"), "draft_model", exact),
+        DrafterBuild("rounded", str(folder / "student"), "draft_model"),
+        DrafterBuild("wide", str(folder / "student"), "draft_model", {**exact, "width": 3, "nodes": 14, "steps": 6}),
+        DrafterBuild("part", str(folder / "part"), "draft_model", exact),
+        DrafterBuild("fewer", str(folder / "fewer"), "draft_model", exact),
+        DrafterBuild("sd2", str(folder / "sd2"), "steered", {**exact, "steps": STEPS}),
+        DrafterBuild("sd2-part", str(folder / "sd2-part"), "steered"),
     )
     model = Model("little", str(verifier.path), verifier.path)
     build_bundle(model, BuildConfig(drafters=drafters), folder / "engines", {}, False, lambda message: None)
-    return folder / "engines"
+    return folder
 
 
-METHOD = "draft_model"
-
-
-def write_student(folder: Path, verifier: Checkpoint, drafted: int) -> DraftModel:
-    """The verifier's first layer and final norm, with `drafted` tokens, or all for 0."""
-    config = configuration_of(load_config(verifier), len(WORDS), (0,), drafted)
-    student = DraftModel(config)
-    from safetensors.torch import load_file
-
-    stored = load_file(verifier.path / "model.safetensors")
-    state = student.state_dict()
-    for name, tensor in state.items():
-        tensor.copy_(stored[name])
+def write_student(folder: Path, verifier: Checkpoint, drafted: int, steered: bool) -> None:
+    """Write the verifier's first layer and final norm, with `drafted` tokens, or all for 0. If steered, two layers."""
+    layers, states = ((0, 3), STATES) if steered else ((0,), ())
+    config = configuration_of(load_config(verifier), len(WORDS), layers, drafted, states)
+    student = verifiers_layers(DraftModel(config), verifier)
+    if steered:
+        random_steering(student)
     tokens = torch.arange(1, 1 + drafted) if drafted else None
     counts = torch.ones(len(WORDS), dtype=torch.int32)
-    save_drafter(folder, METHOD, config, Identity.of(verifier), student, counts, {}, tokens)
-    return student
+    method = "steered" if steered else "draft_model"
+    save_drafter(folder, method, config, Identity.of(verifier), student, counts, {}, tokens)

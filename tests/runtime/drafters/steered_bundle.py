@@ -1,4 +1,4 @@
-"""A bundle of a random Llama with steered students, and SD² written from its paper, a row at a time.
+"""Random steering of a student, and SD² written from its paper, a row at a time.
 
 The paper: Berdoz et al. 2025, "Steering Pretrained Drafters during Speculative Decoding", equation 2 and appendix A.4.
 """
@@ -12,64 +12,29 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from redraft.assembly.bundle import build_bundle
-from redraft.assembly.models import Model
-from redraft.config import BuildConfig, DrafterBuild
-from redraft.export.checkpoint.model_config import load_config
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
-from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
-from tests.export.models import write_checkpoint
-from tests.little import WORDS, write_tokenizer
+from redraft.export.drafters.checkpoint import DrafterCheckpoint
+from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 
-METHOD = "steered"
-CONTEXT = 320
 STATES = ("2", "1", "0")
 """h, m and l: the hidden states after these layers, counted from 0."""
-STEPS = 6
 
 
-def write_bundle(folder: Path) -> Path:
-    """Build `folder`/engines from a checkpoint, next to its drafters.
-
-    sd2: two of the verifier's layers, steered.   part: the same for all but two tokens, in int8.
-    """
-    rope = dict(rope_type="default", rope_theta=10000.0)
-    sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-                 max_position_embeddings=CONTEXT, rope_parameters=rope)  # fmt: skip
-    verifier = Checkpoint.open(write_checkpoint(folder / "verifier", "llama", **sizes))
-    write_tokenizer(folder / "verifier")
-    write_student(folder / "sd2", verifier, 0)
-    write_student(folder / "part", verifier, len(WORDS) - 2)
-    drafters = (
-        DrafterBuild("sd2", str(folder / "sd2"), METHOD, {"precision": "fp32", "steps": STEPS}),
-        DrafterBuild("part", str(folder / "part"), METHOD),
-    )
-    model = Model("little", str(verifier.path), verifier.path)
-    build_bundle(model, BuildConfig(drafters=drafters), folder / "engines", {}, False, lambda message: None)
-    return folder / "engines"
-
-
-def write_student(folder: Path, verifier: Checkpoint, drafted: int) -> DraftModel:
-    """The verifier's first and last layer and final norm, with random steering; `drafted` tokens, or all for 0."""
-    config = configuration_of(load_config(verifier), len(WORDS), (0, 3), drafted, STATES)
-    student = random_steering(DraftModel(config), verifier)
-    tokens = torch.arange(1, 1 + drafted) if drafted else None
-    counts = torch.ones(len(WORDS), dtype=torch.int32)
-    save_drafter(folder, METHOD, config, Identity.of(verifier), student, counts, {}, tokens)
+def verifiers_layers(student: DraftModel, verifier: Checkpoint) -> DraftModel:
+    """The student with the layers and the final norm of its verifier."""
+    whole = AutoModelForCausalLM.from_pretrained(verifier.path).state_dict()
+    for name, tensor in student.state_dict().items():
+        if not name.startswith("steering."):
+            tensor.copy_(whole[name.replace("layers.1.", f"layers.{student.config.layers[-1]}.")])
     return student
 
 
-def random_steering(student: DraftModel, verifier: Checkpoint) -> DraftModel:
-    """The student with its verifier's layers, and steering that changes each logit."""
-    whole = AutoModelForCausalLM.from_pretrained(verifier.path).state_dict()
-    state = student.state_dict()
+def random_steering(student: DraftModel) -> DraftModel:
+    """The student with steering that changes each logit."""
     generator = torch.Generator().manual_seed(7)
-    for name, tensor in state.items():
+    for name, tensor in student.state_dict().items():
         if name.startswith("steering."):
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.15)
-        else:
-            tensor.copy_(whole[name.replace("layers.1.", f"layers.{student.config.layers[-1]}.")])
     return student
 
 

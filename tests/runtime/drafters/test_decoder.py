@@ -16,26 +16,19 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.candidate_noise import RowsProposal
-from redraft.runtime.drafters.decoder import Chain, DecoderDrafter, Drafting
-from redraft.runtime.drafters.growing_tree import GrowingTree
+from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
+from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import depths_of, within
 from redraft.types import Budget, Tree
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .decoder_bundle import CONTEXT, write_bundle
+from .decoder_bundle import CONTEXT
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1, 2, 20, 6, 7, 13, 9, 9, 4, 11, 3]]
 LONG = [3 + number * number % 29 for number in range(90)]
 PARAMS = SamplingParams(max_tokens=48, ignore_eos=True)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("draft-models")
-    write_bundle(found)
-    return found
 
 
 def opened(folder: Path, slots: int = 1, device: str | None = None) -> Runtime:
@@ -281,7 +274,7 @@ def test_lengths_follow_the_controller(
 
 def test_a_draft_near_the_end_of_the_context(folder: Path) -> None:
     """Rows and positions beyond it are padding."""
-    prompt = (LONG * 2)[: CONTEXT - 12]
+    prompt = (LONG * 4)[: CONTEXT - 12]
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     for device in (None, "cpu"):
         with opened(folder, 2, device) as runtime:

@@ -11,19 +11,17 @@ from pathlib import Path
 import pytest
 
 from redraft import names
-from redraft.engines import open_bundle
-from redraft.engines.device import Device
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.steered import SteeredDrafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Tree
-from tests.engines.fake_onnxruntime import onnxruntime_cuda
-from tests.runtime.devices import cpu_device, open_over, tensorrt_device
+from tests.runtime.devices import opener
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .steered_bundle import STEPS, Paper, write_bundle
+from .decoder_bundle import STEPS
+from .steered_bundle import Paper
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1], [3 + number * number % 27 for number in range(90)]]
 CLOSE = 1e-4
@@ -31,16 +29,9 @@ HOT = 2.0
 """A temperature at which long drafts are accepted too."""
 WAYS = (
     SpeculationParams("sd2", budget=Budget(STEPS, STEPS, 1)),
-    SpeculationParams("part", budget=Budget(3, 3, 1)),
+    SpeculationParams("sd2-part", budget=Budget(3, 3, 1)),
     "ngram+sd2",
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("steered")
-    write_bundle(found)
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,16 +51,9 @@ def open_on(
     request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[int], Runtime]:
     """A function that opens the bundle on a device, for a number of slots."""
-    if request.param == "host":
-        return lambda slots: opened(folder, slots)
-    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
-    bundle = open_bundle(folder / "engines", verify=False)
-    make: dict[str, Callable[[], Device]] = {
-        "cpu": lambda: cpu_device(bundle),
-        "tensorrt": lambda: tensorrt_device(bundle, tmp_path).device,
-        "onnxruntime on a GPU": lambda: onnxruntime_cuda(bundle, monkeypatch),
-    }
-    return lambda slots: open_over(make[request.param](), folder / "engines", slots)
+    if request.param != "host":
+        monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
+    return opener(request.param, folder / "engines", tmp_path, monkeypatch)
 
 
 def params(temperature: float, tokens: int = 40, **values: object) -> SamplingParams:

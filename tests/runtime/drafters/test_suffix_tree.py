@@ -24,9 +24,8 @@ def searched(texts: dict[int, list[int]], tokens: list[int], depth: int) -> dict
 
 
 def places(tree: SuffixTree, tokens: list[int]) -> dict[int, list[tuple[int, int]]]:
-    return {
-        match.length: [(place >> 32, tree.index_of(place)) for place in match.places] for match in tree.matches(tokens)
-    }
+    index = (1 << 32) - 1
+    return {match.length: [(place >> 32, place & index) for place in match.places] for match in tree.matches(tokens)}
 
 
 def check(tree: SuffixTree, texts: dict[int, list[int]], tokens: list[int], depth: int) -> None:

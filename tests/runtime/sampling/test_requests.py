@@ -20,6 +20,12 @@ TREES = SpeculationParams("ngram", budget=Budget(12, 4, 3))
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
+        ({"temperature": "0"}, "temperature must be a number, not '0'"),
+        ({"stop": ("",)}, "a stop string must not be empty"),
+        ({"logits_processors": (3,)}, "logits_processors must be a list of functions"),
+        ({"logits_processors": max}, "logits_processors must be a list of functions"),
         ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or above, at most 1e30, not -0.1"),
         ({"temperature": 1e39}, "temperature must be .*, not 1e"),
         ({"temperature": 10**400}, "temperature must be .*, not 1000"),

@@ -1,0 +1,62 @@
+"""The checks for a GPU cover every kernel and notice wrong ones, over host memory and the CPU build of the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from redraft.errors import KernelError
+from redraft.plugins.library import HEAD_DIMS, Kernels
+
+from . import checks as module
+from .cases import NUMPY, HostMemory, attend, attention_args
+from .checks import FEATURES, checks
+
+
+def test_they_cover_every_kernel(kernels: Kernels) -> None:
+    found = list(checks(kernels, HostMemory, kv_len=21))
+    trees = {(each["dtype"], each["head_dim"], each["rows"]) for each in found if each["what"] == "tree"}
+    assert {each[:2] for each in trees} == {(dtype, size) for dtype in NUMPY for size in HEAD_DIMS}
+    assert {each for each in trees if each[1] == 64} == {(dtype, 64, rows) for dtype in NUMPY for rows in (16, 32, 64)}
+    assert {(each["dtype"], each["what"]) for each in found} == {
+        (dtype, what) for dtype in NUMPY for what in ("tree", "random", *FEATURES, "compaction")
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [("window", 0), ("softcap", 0.0), ("node_counts", None), ("mask_bits", None), ("mask_bools", None), ("k", None)],
+)
+def test_they_notice_an_option_that_a_kernel_ignores(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, field: str, wrong: int | None
+) -> None:
+    def args(*given: Any, **options: Any) -> Any:
+        made = attention_args(*given, **options)
+        setattr(made, field, wrong)
+        if field == "k":
+            made.v = None
+        return made
+
+    monkeypatch.setattr("tests.plugins.cases.attention_args", args)
+    with pytest.raises(KernelError, match=r"float16, head size 64, .* nodes, .*: e(rror|xpected)"):
+        list(checks(kernels, HostMemory, kv_len=101))
+
+
+def test_they_notice_a_row_written_behind_the_new_ones(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is right: only the cache is wrong."""
+
+    def careless(*given: Any, **options: Any) -> Any:
+        out, keys, values = attend(*given, **options)
+        keys[-1, :, -1] = 0
+        return out, keys, values
+
+    monkeypatch.setattr(module, "attend", careless)
+    with pytest.raises(KernelError, match="expected the new rows in the cache"):
+        list(checks(kernels, HostMemory, kv_len=21))
+
+
+def test_they_notice_compaction_that_moves_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernels, "compact", lambda self, args, stream=0: None)
+    with pytest.raises(KernelError, match="float16, compaction of 1 rows"):
+        list(checks(kernels, HostMemory, kv_len=21))
