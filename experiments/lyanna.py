@@ -33,7 +33,7 @@ from redraft.bench.report_latency import TOGETHER, tables
 from redraft.cli.console import print_table
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.calls import Call, Calls
-from redraft.engines.huge_pages import huge_pages
+from redraft.engines.host_memory import huge_pages
 from redraft.engines.onnxruntime_backend import bound_call, session_options
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import BundleError
