@@ -12,6 +12,7 @@ from torch import nn
 
 from redraft import names
 from redraft.export.drafters.layer import Attend, DrafterConfig, LayerConfig
+from redraft.export.drafters.level_tree import likeliest, rank_log_probs
 from redraft.export.graph import modules, tracing
 from redraft.export.graph.noise import add_noise
 from redraft.export.graph.tree_attention import tree_attention
@@ -205,3 +206,37 @@ class DraftGraph(nn.Module, Generic[M]):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, H] in fp32 of states [B, T, n], times the verifier's own logit scale."""
         return F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
+
+
+class TokenChain(DraftGraph[M], Generic[M]):
+    """A draft that catches up on rows and unrolls a chain of tokens, each read by the next step.
+
+    The drafter takes features, embeddings, positions, how to attend and which rows to keep, and has `readout`.
+    """
+
+    @abstractmethod
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Return the rows of a draft. The arguments are those of `ChainRows`."""
+
+    def forward(
+        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        drafter: Any = self.drafter
+        attention = self.rows(positions, pending, cache_len, kv_len, key, value)
+        hidden = drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
+        nodes = [attention.last_token(tokens)]
+        log_probs, chain = [torch.zeros_like(nodes[0], dtype=torch.float32)], []
+        by_rank, of_rank = sampling.drawn[:, None] > 0, rank_log_probs(1)
+        for step in range(self.shape.steps):
+            chain.append(self.logits(drafter.readout(hidden)))  # [B, 1, H]
+            found = likeliest(sampling.scaled(chain[-1], tables, step), 1)
+            log_prob, best = (values.squeeze(-1) for values in found)  # [B, 1]
+            nodes.append(tracing.take(tables[0], best) if tables else best)
+            log_probs.append(log_probs[-1] + torch.where(by_rank, of_rank, log_prob))
+            if step + 1 < self.shape.steps:
+                hidden = drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
+        parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
+        tree = torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1)
+        return (*tree, torch.cat(chain, 1), *attention.caches)

@@ -10,22 +10,19 @@ One call of the draft graph catches up on rows and unrolls the chain of tokens.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import nn
 
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.drafters import ExportedDrafter
-from redraft.export.drafters.draft_graph import ChainAttention, ChainRows, DraftGraph, M, Sampling
+from redraft.export.drafters.draft_graph import ChainAttention, ChainRows, TokenChain
 from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, verifier_sizes
-from redraft.export.drafters.level_tree import likeliest
 from redraft.export.drafters.mtp_modules import NativeModule, require_module
+from redraft.export.drafters.mtp_native import export_native
 from redraft.export.drafters.writing import Target
-from redraft.export.graph import tracing
-from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.mtp import MtpShape
 
 
@@ -93,49 +90,13 @@ class MtpExporter(DraftExporter[LayerConfig]):
 
     def native(self, target: Target, checkpoint: AnyCheckpoint) -> ExportedDrafter:
         """Write the module inside of the verifier's own checkpoint. Raises like `mtp_modules.load_module`."""
-        from redraft.export.drafters.mtp_native import export_native
-
         return export_native(target, checkpoint, self.method)
 
 
 EXPORTER = MtpExporter
 
 
-class MtpChain(DraftGraph[M], Generic[M]):
-    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`.
-
-    A subclass says how the module's rows attend.
-    """
-
-    @abstractmethod
-    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
-        """Return the rows of a draft. The arguments are those of `ChainRows`."""
-
-    def forward(
-        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
-        tables: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        drafter: Any = self.drafter
-        attention = self.rows(positions, pending, cache_len, kv_len, key, value)
-        hidden = drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
-        nodes = [attention.last_token(tokens)]
-        log_probs, chain = [torch.zeros_like(nodes[0], dtype=torch.float32)], []
-        by_rank, of_rank = sampling.drawn[:, None] > 0, torch.full((1, 1), DRAWN_LOG_PROB)
-        for step in range(self.shape.steps):
-            chain.append(self.logits(drafter.readout(hidden)))  # [B, 1, H]
-            found = likeliest(sampling.scaled(chain[-1], tables, step), 1)
-            log_prob, best = (values.squeeze(-1) for values in found)  # [B, 1]
-            nodes.append(tracing.take(tables[0], best) if tables else best)
-            log_probs.append(log_probs[-1] + torch.where(by_rank, of_rank, log_prob))
-            if step + 1 < self.shape.steps:
-                hidden = drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
-        parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
-        tree = torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1)
-        return (*tree, torch.cat(chain, 1), *attention.caches)
-
-
-class _Draft(MtpChain[MtpDrafter]):
+class _Draft(TokenChain[MtpDrafter]):
     """The draft of a module with a layer of its own."""
 
     def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:

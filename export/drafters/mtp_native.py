@@ -25,10 +25,9 @@ from redraft.export.checkpoint.sources import Source
 from redraft.export.checkpoint.stored_tensor import StoredTensor
 from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import TokenData
-from redraft.export.drafters.draft_graph import ChainRows
+from redraft.export.drafters.draft_graph import ChainRows, TokenChain
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
 from redraft.export.drafters.layer import DrafterConfig, Keep, all_rows
-from redraft.export.drafters.mtp import MtpChain
 from redraft.export.drafters.mtp_modules import Layout, LoadedModule, load_module
 from redraft.export.drafters.writing import Target, stem, trace_draft, write_traced
 from redraft.export.graph import decoder, tracing
@@ -174,7 +173,7 @@ def _check_inputs(network: Any, given: torch.Tensor) -> None:
         )
 
 
-class _NativeDraft(MtpChain[NativeMtp]):
+class _NativeDraft(TokenChain[NativeMtp]):
     """The draft of a module inside of the verifier's checkpoint."""
 
     def __init__(self, drafter: NativeMtp, recorded: LayerRecorder, *arguments: Any) -> None:

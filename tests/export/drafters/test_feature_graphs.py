@@ -31,10 +31,10 @@ from redraft.export.drafters.writing import Target
 from redraft.methods import ROWS, find_method
 from redraft.methods.chains import DRAWN_LOG_PROB, draft_inputs, draft_outputs
 from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape
-from redraft.noise_spec import DRAWN
 from tests.engines.sessions import session_of
 from tests.noise import keys_of, noise_rows
 
+from .static_trees import CERTAIN, DRAWS, GREEDY, NOISY, POSITION, Sampling
 from .tiny import CONTEXT, HIDDEN, VOCABULARY, Verifier, token_data
 
 METHOD = find_method("eagle2")
@@ -43,8 +43,6 @@ SIZES: dict[str, Any] = dict(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=16, logit_scale=0.6,
     draft_logit_scale=1.3,
 )  # fmt: skip
-CERTAIN = -(2.0**-20)
-"""Largest log probability of a candidate."""
 STATIC_FORM = [(0,), (0, 0), (0, 0, 0), (0, 1), (0, 2), (1,), (1, 0), (1, 1), (2,)]
 """The best nine paths of three levels by the sums of their ranks, which count from 1. The first of equal sums are kept.
 """
@@ -182,25 +180,6 @@ class Draft(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How one sequence samples: its logit scale and temperature, its seed, and whether candidates are drawn."""
-
-    scale: float
-    temperature: float = 0.0
-    seed: int = 0
-    drawn: bool = False
-
-    def noise(self, ids: np.ndarray) -> np.ndarray:
-        """The noise of each level, [N, H]."""
-        stream = DRAWN if self.drawn else 0
-        return np.float32(self.temperature) * noise_rows(self.seed, 21, STEPS, ids, stream)
-
-    @property
-    def keys(self) -> np.ndarray:
-        return keys_of([self.seed], 21, STEPS, DRAWN if self.drawn else 0)[0]
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A drafted node. order: place among all candidates, level by level.   score: what it is kept for."""
 
@@ -241,7 +220,9 @@ def path_logits(drafter: Drafter, features: torch.Tensor, tokens: list[int], pat
 def expected_draft(drafter: Drafter, features: torch.Tensor, tokens: list[int], sampling: Sampling) -> Draft:
     """The draft after a text, by the definition of its tree."""
     shape, width = drafter.shape, drafter.shape.width
-    noise = sampling.noise(drafter.vocabulary)
+    noise = np.float32(sampling.temperature) * noise_rows(
+        sampling.seed, POSITION, STEPS, drafter.vocabulary, sampling.stream
+    )
     root = Candidate(-1, (), (), -1, 0.0, 0.0)
     level, every, chain = [root], list[Candidate](), list[np.ndarray]()
     for depth in range(shape.steps):
@@ -346,8 +327,7 @@ def in_torch(drafter: Drafter) -> Run:
     return run
 
 
-GREEDY, SCALED, NOISY = Sampling(1.3), Sampling(0.7), Sampling(0.7, 1.4, seed=1)
-DRAWS = Sampling(1 / 0.8, 0.8, seed=5, drawn=True)
+SCALED = Sampling(0.7)
 TEXT_ROWS = ([4, 3], [5, 2], [1, 4])
 """Rows of each text that each of two calls computes. The longest is padded too."""
 
@@ -398,7 +378,7 @@ def inputs_of(
         names.KV_LEN: np.array([max(starts) + width]),
         names.DRAFT_LOGIT_SCALE: np.array([one.scale for one in samplings], np.float32),
         names.NOISE_SCALE: np.array([one.temperature for one in samplings], np.float32),
-        names.NOISE_KEYS: np.stack([one.keys[:steps] for one in samplings]),
+        names.NOISE_KEYS: np.stack([keys_of([one.seed], POSITION, STEPS, one.stream)[0, :steps] for one in samplings]),
         names.DRAWN: np.array([int(one.drawn) for one in samplings]),
     }
 

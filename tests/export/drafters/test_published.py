@@ -295,49 +295,35 @@ def drawn_rows(states: int) -> tuple[torch.Tensor, list[int]]:
     return torch.randn(ROWS, states * N), torch.randint(V, (ROWS,)).tolist()
 
 
-@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_eagle_one_of_safeailab_computes_the_papers_steps(verifier, tmp_path, bias, pickled):
-    values, tensors = eagle_one(bias, rope_theta=500.0)
-    stored = dict(tensors)
-    stored["embed_tokens.weight"] = weight(verifier, "model.embed_tokens.weight")
+@pytest.mark.parametrize(
+    ("make", "options", "head", "pickled"),
+    [
+        (eagle_one, {}, False, False),
+        (lambda: eagle_one(False, rope_theta=500.0), {}, False, True),
+        (eagle_one, {}, True, False),
+        (speculators_one, {"prefix": "transformer.", "fc": "fusion_fc"}, False, False),
+    ],
+    ids=["safetensors", "bin without bias", "own head", "speculators"],
+)
+def test_eagle_one_computes_the_papers_steps(verifier, tmp_path, make, options, head, pickled):
+    values, tensors = make()
+    own_head = {"lm_head.weight": draw(V, N)} if head else {}
+    stored = {**tensors, **own_head, "embed_tokens.weight": weight(verifier, "model.embed_tokens.weight")}
     if pickled:
         stored["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
     module, data, checkpoint = converted(write(tmp_path / "it", values, stored, pickled), verifier)
-    assert checkpoint.method == "eagle"
-    assert checkpoint.verifier == IDENTITY
+    assert (checkpoint.method, checkpoint.verifier) == ("eagle", IDENTITY)
     assert all(getattr(module.config, name) == value for name, value in METHOD_ROWS[FIRST].form.items())
-    assert module.config.hidden_states == ("last",)
+    assert (module.config.hidden_states, module.config.own_head) == (("last",), head)
     assert torch.equal(data.counts, torch.ones(V, dtype=torch.long))
     features, tokens = drawn_rows(1)
-    head, embedding = weight(verifier, "lm_head.weight"), stored["embed_tokens.weight"]
+    matrix, embedding = (
+        own_head.get("lm_head.weight", weight(verifier, "lm_head.weight")),
+        stored["embed_tokens.weight"],
+    )
+    layer_config = values.get("transformer_layer_config", values)
     with torch.no_grad():
-        reference = reference_one(tensors, values, features, tokens, embedding, head)
-        assert_close(drafted(module, features, tokens, verifier, list(range(V))), reference)
-
-
-def test_eagle_one_may_have_its_own_head(verifier, tmp_path):
-    values, tensors = eagle_one()
-    head = draw(V, N)
-    module, _, _ = converted(write(tmp_path / "it", values, {**tensors, "lm_head.weight": head}), verifier)
-    assert module.config.own_head
-    features, tokens = drawn_rows(1)
-    embedding = weight(verifier, "model.embed_tokens.weight")
-    with torch.no_grad():
-        reference = reference_one(tensors, values, features, tokens, embedding, head)
-        assert_close(drafted(module, features, tokens, verifier, list(range(V))), reference)
-
-
-def test_eagle_one_of_speculators_computes_the_same_steps(verifier, tmp_path):
-    values, tensors = speculators_one()
-    module, _, checkpoint = converted(write(tmp_path / "it", values, tensors), verifier)
-    assert checkpoint.method == "eagle"
-    features, tokens = drawn_rows(1)
-    embedding, head = (weight(verifier, name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    with torch.no_grad():
-        reference = reference_one(
-            tensors, values["transformer_layer_config"], features, tokens, embedding, head, "transformer.", "fusion_fc"
-        )
+        reference = reference_one(tensors, layer_config, features, tokens, embedding, matrix, **options)
         assert_close(drafted(module, features, tokens, verifier, list(range(V))), reference)
 
 
