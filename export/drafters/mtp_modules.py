@@ -36,10 +36,9 @@ from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint, TensorEntry
 from redraft.export.checkpoint.loading import LoadedTensors, check_entries, check_finite, load_tensors
 from redraft.export.checkpoint.model_config import load_config
-from redraft.export.checkpoint.safetensors import LAYER_PREFIX, Checkpoint
+from redraft.export.checkpoint.safetensors import LAYER_PREFIX, Checkpoint, read_header
 from redraft.export.checkpoint.stored_tensor import StoredTensor
 from redraft.export.drafters.checkpoint import differences
-from redraft.export.gguf.file import read_header
 from redraft.export.reference import keep_layers
 from redraft.names import LAST_HIDDEN_STATE
 
