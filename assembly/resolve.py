@@ -15,8 +15,9 @@ import redraft.methods
 from redraft.assembly import tokenizers
 from redraft.assembly.drafters import DrafterSettings, OpenedDrafter, drafter_digests, open_drafter, settings_of
 from redraft.assembly.models import Model, find_model, find_recipe
-from redraft.assembly.options import BuildRequest, Report, choose_drafters, configurations, options_of
+from redraft.assembly.options import BuildRequest, choose_drafters, configurations, options_of
 from redraft.assembly.preflight import check_file, check_libraries, check_room
+from redraft.assembly.progress import Report
 from redraft.config import HALVES, BuildConfig
 from redraft.engines import BundleWriter
 from redraft.engines.check_record import is_current

@@ -6,9 +6,8 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,35 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Train drafters.", no_args_is_help=True)
 
 
-class Products(StrEnum):
-    """Element type of products in training."""
-
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Device(StrEnum):
-    """Device to train on."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Storage(StrEnum):
-    """Type of a published drafter's matrices."""
-
-    bf16 = "bf16"
-    int8 = "int8"
-
-
-class Form(StrEnum):
-    """What `publish` writes."""
-
-    drafter = "drafter"
-    transformers = "transformers"
-
-
+Device = Literal["cpu", "cuda"]
+Products = Literal["auto", "fp32", "bf16"]
 DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
 Dtype = Annotated[
     Products, typer.Option(help="Type of products; `auto` is bf16 if the device multiplies it faster, else fp32.")
@@ -57,12 +29,7 @@ Dtype = Annotated[
 Verifier = Annotated[
     str, typer.Option(help="The verifier: a checkpoint's folder, a GGUF file, a Hugging Face id, or a recipe.")
 ]
-Config = Annotated[str | None, typer.Option(help="A recipe of redraft, or a .toml file.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps of the whole run, instead of the recipe's.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Use torch.compile (needs a C++ compiler).")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")]
 CheckpointEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")]
 
@@ -86,19 +53,19 @@ def drafter(
             "verifier writes all text."
         ),
     ] = None,
-    config: Config = None,
+    config: Annotated[str | None, typer.Option(help="A recipe of redraft, or a .toml file.")] = None,
     start: Annotated[
         Path | None,
         typer.Option(help="A run or published drafter to begin with, instead of the recipe's init."),
     ] = None,
-    steps: Steps = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run, instead of the recipe's.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs over the text, instead of the recipe's.")] = None,
-    seed: Seed = None,
-    device: DeviceOption = Device.cpu,
-    dtype: Dtype = Products.auto,
-    compile_graph: Compile = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's.")] = None,
+    device: DeviceOption = "cpu",
+    dtype: Dtype = "auto",
+    compile_graph: Annotated[bool, typer.Option("--compile", help="Use torch.compile (needs a C++ compiler).")] = False,
     threads: Threads = None,
-    resume: Resume = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
     checkpoint_every: CheckpointEvery = 100,
     as_json: Json = False,
 ) -> None:
@@ -135,7 +102,7 @@ def drafter(
             recipe,
             texts=texts,
             start=start,
-            device=device.value,
+            device=device,
             dtype=_dtype(dtype, device),
             compile_graph=compile_graph,
             resume=resume,
@@ -160,8 +127,8 @@ def every(
     config: Annotated[str, typer.Option(help="A comparison of redraft, or a .toml file.")] = "compare",
     runs: Annotated[str | None, typer.Option(help="Runs of the comparison, separated by commas.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas, instead of the comparison's.")] = None,
-    device: DeviceOption = Device.cpu,
-    dtype: Dtype = Products.auto,
+    device: DeviceOption = "cpu",
+    dtype: Dtype = "auto",
     threads: Threads = None,
     checkpoint_every: CheckpointEvery = 100,
     as_json: Json = False,
@@ -176,7 +143,9 @@ def every(
 
     if texts and data:
         raise UsageError("--texts and --data both give the text", "give one of them")
-    recipe = chosen(CompareRecipe.load(config), _words(runs), _numbers(seeds))
+    if not all(word.isdecimal() for word in _words(seeds)):
+        raise UsageError(f"--seeds {seeds}: expected whole numbers from 0, separated by commas")
+    recipe = chosen(CompareRecipe.load(config), _words(runs), tuple(map(int, _words(seeds))))
     _use_threads(threads)
     console = Console(quiet=as_json)
     with ProgressReport(console) as report:
@@ -186,7 +155,7 @@ def every(
             parse_sources(data or []),
             out,
             texts=texts,
-            device=device.value,
+            device=device,
             dtype=_dtype(dtype, device),
             checkpoint_every=checkpoint_every,
             report=report,
@@ -202,15 +171,6 @@ def _words(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
-def _numbers(text: str | None) -> tuple[int, ...]:
-    from redraft.errors import UsageError
-
-    words = _words(text)
-    if any(not word.isdecimal() for word in words):
-        raise UsageError(f"--seeds {text}: expected whole numbers from 0, separated by commas")
-    return tuple(map(int, words))
-
-
 @app.command()
 def text(
     verifier: Verifier,
@@ -219,8 +179,8 @@ def text(
     data: Annotated[
         list[str] | None, typer.Option(help="KIND=SOURCE, for every kind of the recipe except chat.")
     ] = None,
-    device: DeviceOption = Device.cpu,
-    dtype: Dtype = Products.auto,
+    device: DeviceOption = "cpu",
+    dtype: Dtype = "auto",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -238,8 +198,8 @@ def text(
         )
     corpora = {kind: load_corpus(kind, source, recipe.held_out_every) for kind, source in sources.items()}
     _use_threads(threads)
-    progress = _batches(as_json)
-    write_text(_open_verifier(verifier, device, dtype), corpora, recipe, out, progress, _warn)
+    model = _open_verifier(verifier, device, dtype)
+    write_text(model, corpora, recipe, out, _batches(as_json), lambda line: typer.echo(f"warning: {line}", err=True))
     tokens = dict(written_tokens(Shards(out)))
     _report({"out": str(out), "tokens": tokens}, f"{sum(tokens.values()):,} tokens in {out}: {tokens}", as_json)
 
@@ -266,8 +226,8 @@ def states(
     out: Annotated[Path, typer.Option(help="Folder of texts with states; an interrupted one is continued.")],
     hidden_states: Annotated[str, typer.Option(help="Hidden states to keep: `last`, or numbers of layers.")] = "last",
     limit: Annotated[int | None, typer.Option(min=1, help="Take only so many texts, the first ones.")] = None,
-    device: DeviceOption = Device.cpu,
-    dtype: Dtype = Products.auto,
+    device: DeviceOption = "cpu",
+    dtype: Dtype = "auto",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -285,32 +245,41 @@ def states(
 def publish(
     run: Annotated[Path, typer.Argument(help="Run folder that `redraft train` wrote; --format takes a drafter too.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    storage: Annotated[Storage | None, typer.Option(help="Type of matrices, instead of the method's.")] = None,
+    storage: Annotated[
+        Literal["bf16", "int8"] | None, typer.Option(help="Type of matrices, instead of the method's.")
+    ] = None,
     form: Annotated[
-        Form, typer.Option("--format", help="`transformers` writes a model of its own, with the verifier's embedding.")
-    ] = Form.drafter,
+        Literal["drafter", "transformers"],
+        typer.Option("--format", help="`transformers` writes a model of its own, with the verifier's embedding."),
+    ] = "drafter",
     verifier: Annotated[str | None, typer.Option(help="The verifier, for --format transformers.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a run as a drafter's checkpoint, with its figures and a card."""
-    from redraft.train.drafter_publish import publish_drafter
+    from redraft.train.publish import publish_drafter
 
-    if form is Form.transformers:
+    if form == "transformers":
         _publish_model(run, out, verifier, as_json)
-    else:
-        _show_drafter(publish_drafter(run, out, None if storage is None else storage.value), out, as_json)
+        return
+    training = publish_drafter(run, out, storage)
+    if as_json:
+        typer.echo(json.dumps(training))
+        return
+    typer.echo(f"wrote {out}, after {training['step']} steps")
+    for kind, found in training["measured"].get("acceptance", {}).items():
+        shares = " ".join(f"{top:.3f}/{wide:.3f}" for top, wide in zip(found["top"], found["wide"], strict=True))
+        typer.echo(f"{kind}: {shares}")
 
 
 def _publish_model(run: Path, out: Path, verifier: str | None, as_json: bool) -> None:
     from redraft.assembly.tokenizers import text_files
     from redraft.errors import UsageError
-    from redraft.train.model_publish import publish_model
-    from redraft.train.verifier_model import open_verifier
+    from redraft.train.publish import publish_model
 
     if verifier is None:
         raise UsageError("--format transformers needs the verifier's embedding", "give --verifier")
-    found = open_verifier(_verifier_path(verifier), "cpu")
-    publish_model(run, out, found, text_files(found.texts))
+    loaded = _open_verifier(verifier, "cpu", "fp32")
+    publish_model(run, out, loaded, text_files(loaded.texts))
     _report({"out": str(out)}, f"wrote {out}, a model of transformers", as_json)
 
 
@@ -322,15 +291,15 @@ def acceptance(
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the verifier writes after a prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the verifier's chat template.")] = False,
-    device: DeviceOption = Device.cpu,
+    device: DeviceOption = "cpu",
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print how often a drafter's tokens equal those of its verifier's greedy text, by depth and kind of prompt."""
     from redraft.train.drafter_evaluate import evaluate_drafter
 
     _use_threads(threads)
-    found = evaluate_drafter(folder, _verifier_path(verifier), prompts, new_tokens, limit, chat, device.value)
+    found = evaluate_drafter(folder, _verifier_path(verifier), prompts, new_tokens, limit, chat, device)
     if as_json:
         typer.echo(json.dumps({kind: values.to_dict() for kind, values in found.items()}))
         return
@@ -346,7 +315,7 @@ def _dtype(products: Products, device: Device) -> torch.dtype:
 
     from redraft.train.verifier_model import fast_dtype
 
-    return {Products.auto: fast_dtype(device.value), Products.fp32: torch.float32}.get(products, torch.bfloat16)
+    return fast_dtype(device) if products == "auto" else {"fp32": torch.float32, "bf16": torch.bfloat16}[products]
 
 
 def _verifier_path(name: str) -> Path:
@@ -361,30 +330,27 @@ def _verifier_path(name: str) -> Path:
 def _open_verifier(name: str, device: Device, dtype: Products) -> Any:
     from redraft.train.verifier_model import check_device, open_verifier
 
-    check_device(device.value)
-    return open_verifier(_verifier_path(name), device.value, _dtype(dtype, device))
+    check_device(device)
+    return open_verifier(_verifier_path(name), device, _dtype(dtype, device))
 
 
 def _batches(quiet: bool) -> Callable[[str, int, int, int], None]:
     """Return a report of batches: a line for each, with speed and the time left."""
     started: dict[str, tuple[float, int]] = {}  # by stage: seconds, batches done before
     total: Counter[str] = Counter()
+    last = time.monotonic()
 
     def show(stage: str, done: int, of: int, tokens: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        begin, before = started.setdefault(stage, (last["seconds"], done - 1))
-        last["seconds"] = now
+        begin, before = started.setdefault(stage, (last, done - 1))
+        last = now
         total[stage] += tokens
         left_min = (now - begin) / (done - before) * (of - done) / 60
         if not quiet:
             typer.echo(f"{stage} {done}/{of} | {total[stage] / (now - begin):.0f} tokens/s, {left_min:.0f} min left")
 
-    last = {"seconds": time.monotonic()}
     return show
-
-
-def _warn(message: str) -> None:
-    typer.echo(f"warning: {message}", err=True)
 
 
 def _report(values: dict[str, Any], line: str, as_json: bool) -> None:
@@ -400,20 +366,10 @@ def _use_threads(threads: int | None) -> None:
 
 def _trained(ran: int, out: Path, console: Any, as_json: bool) -> None:
     """Report a run; its length is the checkpoint's."""
-    from redraft.train.checkpoint import load_checkpoint
+    from redraft.train.loop import load_checkpoint
 
     steps = int(load_checkpoint(out)["step"])
     if as_json:
         typer.echo(json.dumps({"out": str(out), "steps": steps, "steps_run": ran}))
     else:
         console.print(f"trained {ran} steps, {steps} in all, in {out}", soft_wrap=True)
-
-
-def _show_drafter(training: dict[str, Any], out: Path, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(training))
-        return
-    typer.echo(f"wrote {out}, after {training['step']} steps")
-    for kind, found in training["measured"].get("acceptance", {}).items():
-        shares = " ".join(f"{top:.3f}/{wide:.3f}" for top, wide in zip(found["top"], found["wide"], strict=True))
-        typer.echo(f"{kind}: {shares}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,29 @@ _OCTAVE = 4
 DRAFT_LOGIT_SCALES = tuple(2 ** (step / _OCTAVE) for step in range(4 * _OCTAVE + 1))
 """Candidate factors: 1 to 16."""
 _EVERY = 4
+RANKS = 10
+"""Candidates of a depth whose accuracies are measured."""
+
+
+class _Depth(NamedTuple):
+    """Drafts of a batch at one depth: logits [B, S, H], the verifier's greedy tokens [B, S], and which drafts count."""
+
+    batch: Batch
+    step: int
+    logits: torch.Tensor
+    greedy: torch.Tensor
+    real: torch.Tensor
+
+
+def _depths(objective: DrafterObjective, batches: Iterable[Batch]) -> Iterator[_Depth]:
+    """Yield every depth of the drafts of every batch. Products have the verifier's type, as in training."""
+    for some in batches:
+        with autocast_of(objective.verifier):
+            batch = some.to(objective.verifier.device)
+            states = objective.states(batch)
+            for step, logits in enumerate(objective.drafts(batch, states)):
+                places, real = batch.places(step + 1)
+                yield _Depth(batch, step, logits, gather_places(states.greedy, places), real)
 
 
 @torch.inference_mode()
@@ -51,21 +74,10 @@ def greedy_draft_logit_scale(objective: DrafterObjective, batches: Iterable[Batc
     over every fourth start of greedy texts. Tokens outside the draft vocabulary do not count.
     """
     totals = torch.zeros(len(DRAFT_LOGIT_SCALES), dtype=torch.float64)
-    for batch in batches:
-        with autocast_of(objective.verifier):
-            totals += _log_probabilities(objective, batch.to(objective.verifier.device))
-    return DRAFT_LOGIT_SCALES[int(totals.argmax())]
-
-
-def _log_probabilities(objective: DrafterObjective, batch: Batch) -> torch.Tensor:
-    """Sum the log probability of the verifier's tokens over starts and depths, by factor of DRAFT_LOGIT_SCALES."""
-    totals = torch.zeros(len(DRAFT_LOGIT_SCALES), dtype=torch.float64)
-    states = objective.states(batch)
-    for step, predicted in enumerate(objective.drafts(batch, states)):
-        places, real = batch.places(step + 1)
-        columns = objective.vocabulary.columns_of(gather_places(states.greedy, places))[:, ::_EVERY]
-        counted = (real[:, ::_EVERY] & (columns >= 0)).double()
-        some = predicted[:, ::_EVERY].float()
+    for depth in _depths(objective, batches):
+        columns = objective.vocabulary.columns_of(depth.greedy)[:, ::_EVERY]
+        counted = (depth.real[:, ::_EVERY] & (columns >= 0)).double()
+        some = depth.logits[:, ::_EVERY].float()
         below = some - some.amax(-1, keepdim=True)
         found = below.gather(-1, columns.clamp(min=0)[..., None])[..., 0]
         for first in range(_OCTAVE):
@@ -74,11 +86,7 @@ def _log_probabilities(objective: DrafterObjective, batch: Batch) -> torch.Tenso
                 log_probs = found * DRAFT_LOGIT_SCALES[index] - shares.sum(-1).log()
                 totals[index] += (log_probs.double() * counted).sum().cpu()
                 shares.square_()  # those of twice the factor
-    return totals
-
-
-RANKS = 10
-"""Candidates of a depth whose accuracies are measured."""
+    return DRAFT_LOGIT_SCALES[int(totals.argmax())]
 
 
 @torch.inference_mode()
@@ -90,16 +98,11 @@ def rank_accuracies(objective: DrafterObjective, batches: Iterable[Batch]) -> li
     """
     ranks = min(RANKS, len(objective.vocabulary))
     right, tried = np.zeros((objective.lookahead, ranks), np.int64), np.zeros((objective.lookahead, 1), np.int64)
-    for batch in batches:
-        with autocast_of(objective.verifier):
-            moved = batch.to(objective.verifier.device)
-            states = objective.states(moved)
-            for step, predicted in enumerate(objective.drafts(moved, states)):
-                places, real = moved.places(step + 1)
-                best = objective.vocabulary.tokens_of(predicted.topk(ranks).indices)  # most probable first
-                matches = (best == gather_places(states.greedy, places)[..., None]) & real[..., None]
-                right[step] += matches.sum((0, 1)).cpu().numpy()
-                tried[step] += int(real.sum())
+    for depth in _depths(objective, batches):
+        best = objective.vocabulary.tokens_of(depth.logits.topk(ranks).indices)  # most probable first
+        matches = (best == depth.greedy[..., None]) & depth.real[..., None]
+        right[depth.step] += matches.sum((0, 1)).cpu().numpy()
+        tried[depth.step] += int(depth.real.sum())
     shares: list[list[float]] = (right / np.maximum(tried, 1)).tolist()
     return shares
 
@@ -109,13 +112,15 @@ class _DepthCounts:
 
     def __init__(self, depth: int) -> None:
         self.tried, self.right = np.zeros(depth, np.int64), np.zeros(depth, np.int64)
+        self._active = torch.empty(0)
 
-    def add(self, step: int, active: torch.Tensor, matches: torch.Tensor) -> torch.Tensor:
-        """Count the drafts that are `active` [B, T] at `step`. Returns the active drafts that are right."""
+    def add(self, depth: _Depth, matches: torch.Tensor, follows: torch.Tensor) -> None:
+        """Count the drafts that were right at every depth before. `follows`: those whose text goes on alike."""
+        active = (self._active if depth.step else depth.batch.starts >= 0) & depth.real
         right = active & matches
-        self.tried[step] += int(active.sum())
-        self.right[step] += int(right.sum())
-        return right
+        self.tried[depth.step] += int(active.sum())
+        self.right[depth.step] += int(right.sum())
+        self._active = right & follows
 
     def shares(self) -> tuple[float, ...]:
         return tuple((self.right / np.maximum(self.tried, 1)).tolist())
@@ -128,9 +133,12 @@ def acceptance_of(objective: DrafterObjective, batches: Iterable[Batch]) -> Acce
     A draft continues while the text equals the verifier's greedy tokens. The verifier's own greedy text always does.
     """
     top, wide = _DepthCounts(objective.lookahead), _DepthCounts(objective.lookahead)
-    for batch in batches:
-        with autocast_of(objective.verifier):
-            _count(objective, batch.to(objective.verifier.device), top, wide)
+    for depth in _depths(objective, batches):
+        best = objective.vocabulary.tokens_of(depth.logits.topk(WIDTH).indices)  # most probable first
+        following, exists = depth.batch.places(depth.step + 2)
+        follows = exists & (gather_places(depth.batch.tokens, following) == depth.greedy)
+        top.add(depth, best[..., 0] == depth.greedy, follows)
+        wide.add(depth, (best == depth.greedy[..., None]).any(-1), follows)
     return Acceptance(top.shares(), wide.shares(), tuple(top.tried.tolist()))
 
 
@@ -138,19 +146,3 @@ def greedy_rows(rows: NDArray[np.integer[Any]], first: int, lookahead: int) -> l
     """Return batches of greedy rows [R, T + lookahead], whose drafts start at position `first` or later."""
     tokens = torch.from_numpy(rows.astype(np.int64))
     return [Batch.whole(some, ("",) * len(some), lookahead, first) for some in tokens.split(_ROWS_AT_ONCE)]
-
-
-def _count(objective: DrafterObjective, batch: Batch, top: _DepthCounts, wide: _DepthCounts) -> None:
-    states = objective.states(batch)
-    active = wide_active = batch.starts >= 0
-    for step, predicted in enumerate(objective.drafts(batch, states)):
-        places, real = batch.places(step + 1)
-        target_token_ids = gather_places(states.greedy, places)
-        active, wide_active = active & real, wide_active & real
-        best = objective.vocabulary.tokens_of(predicted.topk(WIDTH).indices)  # most probable first
-        active = top.add(step, active, best[..., 0] == target_token_ids)
-        wide_active = wide.add(step, wide_active, (best == target_token_ids[..., None]).any(-1))
-        if step + 1 < objective.lookahead:
-            following, exists = batch.places(step + 2)
-            follows = exists & (gather_places(batch.tokens, following) == target_token_ids)
-            active, wide_active = active & follows, wide_active & follows

@@ -1,22 +1,27 @@
 """Batches whose content is a pure function of (seed, step): the form of all batches, and those from token streams.
 
 Each kind is one stream of tokens, cut into blocks. An epoch permutes them and has its own phase. No token is thus seen
-twice before all are seen once, and the next epoch cuts at other places.
+twice before all are seen once, and the next epoch cuts at other places. A folder may keep the verifier's states of
+batches, so that runs with the same batches compute them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft.errors import DataError
+from redraft.errors import DataError, TrainingError
+from redraft.files import write_json
 from redraft.train.config import Recipe
 from redraft.train.states import States
+from redraft.train.text_shards import HIDDEN, TOP, Shards
 
 _CYCLE_ROWS = 100  # shares are exact over this number of rows
 
@@ -60,10 +65,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
-        states = None if self.states is None else self.states.to(device)
-        moved = (tensor.to(device) for tensor in (self.tokens, self.starts, self.ends))
-        tokens, starts, ends = moved
-        return Batch(tokens, self.kinds, starts, ends, states)
+        tokens, starts, ends = (tensor.to(device) for tensor in (self.tokens, self.starts, self.ends))
+        return Batch(tokens, self.kinds, starts, ends, self.states and self.states.to(device))
 
 
 def gather_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -137,3 +140,46 @@ def _interleave(weights: Mapping[str, float]) -> tuple[str, ...]:
     counts = {kind: max(1, round(_CYCLE_ROWS * weight / total)) for kind, weight in weights.items()}
     slots = [((n + 0.5) / count, kind) for kind, count in counts.items() for n in range(count)]
     return tuple(kind for _, kind in sorted(slots))
+
+
+class KeptStates:
+    """A plan whose batches have states.
+
+    facts.json    the verifier's digests, the type of its products, the digest of the documents, the hidden states
+    shards/NNNN/  a step's tokens [B, L] and states, as of `redraft.train.text_shards`, but with rows
+    """
+
+    def __init__(
+        self, plan: Plan, folder: Path, facts: Mapping[str, Any], hidden_states: Sequence[str],
+        compute: Callable[[Batch], States],
+    ) -> None:  # fmt: skip
+        """facts: of the verifier and its texts, plain values.   compute: returns the states of a batch.
+
+        Raises TrainingError if the folder keeps states of other facts.
+        """
+        self._plan, self._folder, self._compute = plan, folder, compute
+        self._names = (*(HIDDEN + name for name in hidden_states), *TOP)
+        self._shards = Shards(folder)
+        path, now = folder / "facts.json", json.loads(json.dumps({**facts, "hidden_states": list(hidden_states)}))
+        if not path.exists():
+            write_json(path, now)
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if changed := next((name for name in now if before.get(name) != now[name]), None):
+            raise TrainingError(
+                f"{folder} keeps states of a run that differs in its {changed}", "remove it, or give another --out"
+            )
+
+    def batch(self, step: int, recipe: Recipe) -> Batch:
+        """Return the batch of `step`. Raises DataError if the folder keeps another batch of this step."""
+        batch = self._plan.batch(step, recipe)
+        if step not in self._shards:
+            computed = self._compute(batch)
+            arrays = {"tokens": batch.tokens.numpy(), **computed.to_numpy()}
+            if not self._shards.fits(sum(array.nbytes for array in arrays.values())):
+                return replace(batch, states=computed)
+            self._shards.add(step, arrays)
+        shard = self._shards[step]  # also now, in half precision, as the next run has them
+        if not np.array_equal(shard.array("tokens"), batch.tokens.numpy()):
+            raise DataError(f"{self._folder} keeps other texts for step {step}", "remove it; the run computes it again")
+        tensors = {name: torch.from_numpy(np.array(shard.array(name))) for name in self._names}
+        return replace(batch, states=States.of_tensors(tensors))

@@ -22,18 +22,18 @@ import torch
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.gguf.checkpoint import open_checkpoint
+from redraft.files import write_json
 from redraft.records import from_plain
-from redraft.train import checkpoint
 from redraft.train.config import read_recipe
+from redraft.train.data import data_digest, load_corpora
+from redraft.train.document_text import with_weights
 from redraft.train.draft_columns import frequencies
 from redraft.train.drafter_config import DrafterRecipe
-from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS, train_drafter
-from redraft.train.drafter_text import with_weights
+from redraft.train.drafter_run import COUNTS, TEXTS, train_drafter
+from redraft.train.loop import CHECKPOINT, load_checkpoint
 from redraft.train.objectives import find_training
-from redraft.train.progress import ProgressReport
-from redraft.train.run import data_digest, load_corpora
-from redraft.train.text_batches import TextSet
+from redraft.train.progress import PROGRESS, ProgressReport, read_progress
+from redraft.train.text_batches import WrittenText
 
 FACTS, RESULTS = "compare.json", "results.json"
 
@@ -88,15 +88,15 @@ class CompareRecipe:
             raise UsageError("a comparison needs runs, and seeds that are all different")
         if self.steps < 0:
             raise UsageError(f"steps must be 0 or more, not {self.steps}")
-        for name in self.runs:
+        before = {""}
+        for name, run in self.runs.items():
             if not name or "/" in name or name.startswith("."):
                 raise UsageError(f"{name!r} cannot be the name of a run's folder")
-        names = list(self.runs)
-        for place, (name, run) in enumerate(self.runs.items()):
-            if run.start and run.start not in names[:place]:
+            if run.start not in before:
                 raise UsageError(
                     f"the run {name!r} cannot start from {run.start!r}", "name a run that the comparison has before it"
                 )
+            before.add(name)
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
@@ -190,7 +190,7 @@ def train_all(
                 train_drafter(
                     run.method, verifier, sources, folder, own, texts=texts, kept=out / recipe.texts_of(name),
                     start=_folder(out, run.start, seed) if run.start else None, device=device,
-                    dtype=dtype, resume=(folder / checkpoint.NAME).exists(), checkpoint_every=checkpoint_every,
+                    dtype=dtype, resume=(folder / CHECKPOINT).exists(), checkpoint_every=checkpoint_every,
                     report=report,
                 )  # fmt: skip
             _note_results(out, everything, known)
@@ -213,8 +213,8 @@ def _note_results(out: Path, methods: Mapping[str, str], known: dict[tuple[str, 
             if seed.isdecimal() and (name, int(seed)) not in known and _finished(path):
                 known[name, int(seed)] = _result(name, int(seed), method, path)
     order = list(methods)
-    plain = [one.to_dict() for one in sorted(known.values(), key=lambda one: (one.seed, order.index(one.name)))]
-    (out / RESULTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    results = sorted(known.values(), key=lambda one: (one.seed, order.index(one.name)))
+    write_json(out / RESULTS, [one.to_dict() for one in results])
 
 
 def _facts(recipe: CompareRecipe, verifier: Path, sources: Mapping[str, str], texts: Path | None) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _facts(recipe: CompareRecipe, verifier: Path, sources: Mapping[str, str], te
     recipes = {name: recipe.recipe_of(name, recipe.seeds[0]) for name in recipe.runs}
     schedule = next(iter(recipes.values()))
     if texts is not None:
-        documents = TextSet(texts, schedule.held_out_every, ()).digest
+        documents = WrittenText(texts, replace(schedule, answers="all"), ()).digest
     else:
         documents = data_digest(load_corpora(sources, with_weights(schedule, sources)) if sources else {})
     return {
@@ -241,7 +241,6 @@ def _check_same(recipe: CompareRecipe, out: Path, facts: Mapping[str, Any]) -> d
     More runs and seeds may be added; the others must stay as they were.
     facts: of `_facts`.
     """
-    out.mkdir(parents=True, exist_ok=True)
     path, now = out / FACTS, json.loads(json.dumps({**asdict(recipe), **facts}))
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -256,7 +255,7 @@ def _check_same(recipe: CompareRecipe, out: Path, facts: Mapping[str, Any]) -> d
         if changed:
             raise TrainingError(f"{out} has a comparison that differs in its {changed[0]}", "give another --out")
         now["tables"] = now["tables"] or before.get("tables", {})
-    path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    write_json(path, now)
     return {name: run["method"] for name, run in now["runs"].items()}
 
 
@@ -269,25 +268,30 @@ def _filled(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _finished(folder: Path) -> bool:
     lines = read_progress(folder / PROGRESS)
-    return bool(lines) and lines[-1]["step"] == lines[-1]["steps"] and (folder / checkpoint.NAME).exists()
+    return bool(lines) and lines[-1]["step"] == lines[-1]["steps"] and (folder / CHECKPOINT).exists()
 
 
 def _result(name: str, seed: int, method: str, folder: Path) -> Result:
-    lines, state = read_progress(folder / PROGRESS), checkpoint.load_checkpoint(folder)
-    acceptance = {kind: found["top"] for kind, found in lines[-1]["acceptance"].items()}
+    lines, state = read_progress(folder / PROGRESS), load_checkpoint(folder)
+    acceptance, wide = (_shares(lines[-1], rule) for rule in ("top", "wide"))
     return Result(
         name,
         seed,
         method,
-        sum(tensor.numel() for tensor in state["objective"].values()),
-        state["spent"]["tokens"],
-        state["spent"]["seconds"],
-        acceptance,
-        {kind: found["wide"] for kind, found in lines[-1]["acceptance"].items()},
-        _chain_tokens(acceptance),
-        tuple(_evaluation(line) for line in lines),
-        frequencies(np.load(folder / COUNTS)) if (folder / COUNTS).exists() else (),
+        parameters=sum(tensor.numel() for tensor in state["objective"].values()),
+        tokens=state["spent"]["tokens"],
+        seconds=state["spent"]["seconds"],
+        acceptance=acceptance,
+        wide=wide,
+        chain_tokens=_chain_tokens(acceptance),
+        progress=tuple(_evaluation(line) for line in lines),
+        frequencies=frequencies(np.load(folder / COUNTS)) if (folder / COUNTS).exists() else (),
     )
+
+
+def _shares(line: Mapping[str, Any], rule: str) -> dict[str, Sequence[float]]:
+    """Return the acceptance by kind and depth of a line of progress."""
+    return {kind: found[rule] for kind, found in line["acceptance"].items()}
 
 
 def _chain_tokens(acceptance: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -296,7 +300,7 @@ def _chain_tokens(acceptance: Mapping[str, Sequence[float]]) -> dict[str, float]
 
 def _evaluation(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of progress as an entry of `Result.progress`."""
-    acceptance = {kind: found["top"] for kind, found in line["acceptance"].items()}
+    acceptance = _shares(line, "top")
     accuracy = {kind: fmean(shares) if shares else 0.0 for kind, shares in acceptance.items()}
     loss = {"loss": line["losses"]["loss"]} if "loss" in line["losses"] else {}
     return {"step": line["step"], "chain_tokens": _chain_tokens(acceptance), "accuracy": accuracy, **loss}

@@ -11,10 +11,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from redraft.errors import UsageError
-from redraft.records import from_plain
+from redraft.records import PositiveInt, from_plain
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -35,11 +35,11 @@ class Recipe:
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    steps: int = 2000
-    epochs: int = 0
-    batch_tokens: int = 4096
-    seq_len: int = 256
-    decay_seq_len: int = 256
+    steps: PositiveInt = 2000
+    epochs: Annotated[int, 0, "a number of epochs"] = 0
+    batch_tokens: PositiveInt = 4096
+    seq_len: PositiveInt = 256
+    decay_seq_len: PositiveInt = 256
     warmup_steps: int = 40
     decay_share: float = 0.25
     decay: Literal["linear", "cosine"] = "linear"
@@ -52,7 +52,7 @@ class Recipe:
     betas: tuple[float, ...] = (0.9, 0.999)
     grad_clip: float = 1.0
     clip_by: Literal["norm", "value"] = "norm"
-    held_out_every: int = 20
+    held_out_every: PositiveInt = 20
     seed: int = 0
 
     adjustable: ClassVar[frozenset[str]] = frozenset({"steps", "epochs"})
@@ -60,14 +60,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", dict(self.weights))
-        for name in ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, it is {getattr(self, name)}")
         for name in ("seq_len", "decay_seq_len"):
             if self.batch_tokens % getattr(self, name):
                 raise UsageError(f"{name} {getattr(self, name)} must divide batch_tokens {self.batch_tokens}")
-        if self.epochs < 0:
-            raise UsageError(f"epochs must be at least 0, it is {self.epochs}")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UsageError(f"betas must be two numbers from 0 to below 1, they are {list(self.betas)}")
         if not self.grad_clip > 0:

@@ -1,4 +1,4 @@
-"""Corpora: documents of a kind, and the split into training and held-out ones.
+"""Corpora: documents of a kind, the split into training and held-out ones, their tokens, and a run's record of them.
 
 A hash of their names selects whole documents to hold out. The split needs no list and stays the same when files are
 added. A source is `stdlib` (the running Python's own library), a `.jsonl` file of word problems
@@ -11,25 +11,26 @@ import hashlib
 import json
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from redraft.errors import DataError
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
+from redraft.errors import DataError, UsageError
+from redraft.train.config import Recipe
+
+DATA = "data.json"
+"""A run folder's record of its data."""
 SEPARATOR = "<|endoftext|>"
 # Test suites (most of the library's bytes, repetitive), tables that are data rather than code, and files that a
 # distribution adds or generates.
 _SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "encodings",
-    "pydoc_data",
-    "_bundled",
-}
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "_bundled",
+}  # fmt: skip
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
 _BLOCK_CHARS = 65536
@@ -96,6 +97,50 @@ def load_corpus(kind: str, source: str, every: int) -> Corpus:
     return Corpus(kind, train, held_out)
 
 
+def load_corpora(sources: Mapping[str, str], recipe: Recipe) -> dict[str, Corpus]:
+    """Return every kind's corpus. Raises UsageError if the kinds differ from the recipe's weights."""
+    if set(sources) != set(recipe.weights):
+        raise UsageError(
+            f"--data gives {sorted(sources)}, the recipe has weights for {sorted(recipe.weights)}",
+            "give one --data KIND=SOURCE for each",
+        )
+    return {kind: load_corpus(kind, sources[kind], recipe.held_out_every) for kind in sorted(sources)}
+
+
+def data_digest(corpora: Mapping[str, Corpus]) -> str:
+    """Return the SHA-256 over every kind's corpus."""
+    return hashlib.sha256("".join(f"{k}:{c.digest()}" for k, c in corpora.items()).encode()).hexdigest()
+
+
+def facts_of(corpus: Corpus, tokens: int) -> dict[str, Any]:
+    """Return a run folder's record of a kind: the size of its training side, and the held-out documents."""
+    return {
+        "documents": len(corpus.train),
+        "characters": sum(len(d.text) for d in corpus.train),
+        "tokens": tokens,
+        "held_out": [d.name for d in corpus.held_out],
+    }
+
+
+def data_facts(out: Path) -> dict[str, Any]:
+    """Return the record that a run wrote of each kind: documents, characters, tokens, held-out names."""
+    facts: dict[str, Any] = json.loads((out / DATA).read_text(encoding="utf-8"))
+    return facts
+
+
+def token_stream(
+    tokenizer: Tokenizer, documents: Sequence[Document], seed: int, eos: int | None, dtype: type[np.integer[Any]]
+) -> NDArray[Any]:
+    """Return the tokens of all documents, one after the other, in a random order by `seed`.
+
+    Each document is tokenized from BOS (if the tokenizer adds one) through EOS (if there is one).
+    """
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(documents))
+    encodings: list[Any] = tokenizer.encode_batch_fast([documents[i].text for i in order])
+    end = [] if eos is None else [eos]
+    return np.concatenate([np.array([*encoding.ids, *end], dtype) for encoding in encodings])
+
+
 def _read(kind: str, source: str) -> list[Document]:
     if source == "stdlib":
         return _read_stdlib(kind)
@@ -108,9 +153,7 @@ def _read(kind: str, source: str) -> list[Document]:
         raise DataError(f"{path} is not UTF-8 (byte {error.start})", "convert it to UTF-8") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if path.suffix == ".jsonl":
-        return _read_word_problems(kind, path, text)
-    return _split_text(kind, text)
+    return _read_word_problems(kind, path, text) if path.suffix == ".jsonl" else _split_text(kind, text)
 
 
 def _read_stdlib(kind: str) -> list[Document]:

@@ -17,10 +17,10 @@ from redraft.train.acceptance import Acceptance, acceptance_of
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives import find_training
 from redraft.train.questions import ChatTurns
-from redraft.train.self_text import continue_greedily
 from redraft.train.text_batches import text_batch
 from redraft.train.training import DrafterObjective
 from redraft.train.verifier_model import VerifierModel, check_device, open_verifier
+from redraft.train.writer import continue_greedily
 
 _TEXTS_AT_ONCE = 8
 

@@ -11,7 +11,6 @@ checkpoint.pt        the loop's checkpoint
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,26 +23,24 @@ from rich.console import Console
 
 from redraft.errors import UsageError
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.files import write_json
 from redraft.records import to_plain
-from redraft.train.batches import Batch, Plan
+from redraft.train.batches import Batch, KeptStates, Plan
+from redraft.train.data import DATA
+from redraft.train.document_text import DocumentText
 from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
-from redraft.train.drafter_log import DrafterLog, measures_of
-from redraft.train.drafter_text import DocumentText, DrafterText, WrittenText
-from redraft.train.kept_states import KeptStates
-from redraft.train.loop import train
+from redraft.train.loop import refuse_run, train
 from redraft.train.objectives import find_training
-from redraft.train.progress import ProgressReport
-from redraft.train.run import DATA, refuse_run
-from redraft.train.run_facts import RunFacts
+from redraft.train.progress import PROGRESS, DrafterLog, ProgressReport, measures_of
 from redraft.train.states import States
-from redraft.train.trained_drafter import TrainedDrafter
+from redraft.train.text_batches import WrittenText
+from redraft.train.trained_drafter import RunFacts, TrainedDrafter
 from redraft.train.training import DrafterObjective, Start, Training
-from redraft.train.verifier_model import autocast_of, check_device, open_verifier
+from redraft.train.verifier_model import VerifierModel, autocast_of, check_device, open_verifier
 
 TEXTS = "texts"
 COUNTS = "token_counts.npy"
-PROGRESS = "progress.jsonl"
 
 
 def train_drafter(
@@ -78,38 +75,33 @@ def train_drafter(
         refuse_run(out)
     training = find_training(method_name)
     report = report or ProgressReport(Console(quiet=True))
-    found = open_verifier(verifier, device, dtype)
-    config = training.configure(recipe, found)
-    began = None if start is None else TrainedDrafter.open(start)
-    if began is not None:
-        began.check_begins(config, found)
-    fill = _start(training, recipe) if began is None else began.begin
-    material: DrafterText
-    if texts is not None:
-        material = written = WrittenText(texts, recipe, training.hidden_states(config))
-        if written.computed_again:
-            report.note(written.computed_again)
+    loaded = open_verifier(verifier, device, dtype)
+    config = training.configure(recipe, loaded)
+    fill, digest = _start(start, training, recipe, config, loaded)
+    material: DocumentText | WrittenText
+    if texts is None:
+        material = DocumentText(kept or out / TEXTS, loaded, recipe, sources, report.writing)
     else:
-        material = DocumentText(kept or out / TEXTS, found, recipe, sources, report.writing)
+        material = WrittenText(texts, recipe, training.hidden_states(config))
+        if material.computed_again:
+            report.note(material.computed_again)
     recipe = material.recipe
-    digest = "" if began is None else began.digest()
-    facts = RunFacts(method_name, to_plain(config), found.identity, material.digest, material.settings, digest)
+    facts = RunFacts(method_name, to_plain(config), loaded.identity, material.digest, material.settings, digest)
     _begin(out, facts, resume, drops_texts=texts is None and kept is None)
     lookahead = training.lookahead(config, recipe.drafter)
-    material.check(found, lookahead)
+    material.check(loaded, lookahead)
     plan = material.plan(lookahead)
-    counts = material.counts(found.vocab_size)
-    vocabulary = draft_vocabulary(config, counts)
+    counts = material.counts(loaded.vocab_size)
     if not resume:
-        _note_data(out, material, counts)
+        write_json(out / DATA, {"kinds": material.facts(), "coverage": coverage(counts)})
+        np.save(out / COUNTS, counts)
     torch.manual_seed(recipe.seed)
-    objective = training.objective(found.model, config, recipe, vocabulary, compile_graph)
+    objective = training.objective(loaded.model, config, recipe, draft_vocabulary(config, counts), compile_graph)
     recipe = recipe.for_epoch(material.batches)
     if kept is not None and texts is None:
         plan = _with_states(plan, kept, recipe.seed, facts, objective, training.hidden_states(config))
     if fill and not resume:
-        batches = (plan.batch(step, recipe) for step in range(recipe.steps))
-        fill(objective.drafter, found, batches)
+        fill(objective.drafter, loaded, (plan.batch(step, recipe) for step in range(recipe.steps)))
     objective.to(device)
     held_out = material.held_out(objective.lookahead)
     log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(training))
@@ -135,15 +127,19 @@ def _with_states(
     return KeptStates(plan, kept / f"states.{seed}.{'-'.join(hidden_states)}", about, hidden_states, compute)
 
 
-def _start(training: Training, recipe: DrafterRecipe) -> Start | None:
-    """Return the function that fills a fresh drafter, None for random numbers."""
+def _start(
+    start: Path | None, training: Training, recipe: DrafterRecipe, config: DrafterConfig, verifier: VerifierModel
+) -> tuple[Start | None, str]:
+    """Return the function that fills a fresh drafter, None for random numbers, and the digest of a drafter `start`."""
+    if start is not None:
+        trained = TrainedDrafter.open(start)
+        trained.check_begins(config, verifier)
+        return trained.begin, trained.digest()
     init = recipe.drafter.init
-    if init == "random":
-        return None
-    if init not in training.starts:
+    if init != "random" and init not in training.starts:
         known = ", ".join(map(repr, ("random", *training.starts)))
         raise UsageError(f"drafter.init = {init!r} is not possible for {recipe.method}", f"use one of {known}")
-    return training.starts[init]
+    return training.starts.get(init), ""
 
 
 def draft_vocabulary(config: DrafterConfig, counts: NDArray[np.int64]) -> DraftColumns:
@@ -162,10 +158,3 @@ def _begin(out: Path, facts: RunFacts, resume: bool, drops_texts: bool) -> None:
         if drops_texts:
             shutil.rmtree(out / TEXTS, ignore_errors=True)
         facts.write(out)
-
-
-def _note_data(out: Path, material: DrafterText, counts: NDArray[np.int64]) -> None:
-    """Write data.json and the token counts."""
-    facts = {"kinds": material.facts(), "coverage": coverage(counts)}
-    (out / DATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    np.save(out / COUNTS, counts)

@@ -78,6 +78,13 @@ class ChatTurns:
         return (*self.before, *question, *self.after)
 
 
+def questions_of(kind: str, documents: Sequence[Document], count: int, rng: np.random.Generator) -> list[str]:
+    """Return questions of a kind about documents, `count` of them if they are of prose."""
+    if kind == "math":
+        return word_problems(documents)
+    return code_questions(documents, rng) if kind == "code" else prose_questions(documents, count, rng)
+
+
 def word_problems(documents: Sequence[Document]) -> list[str]:
     """Return the questions of word problems, without the form that `data` gives them."""
     return [d.text.removeprefix("Question: ").partition("\nAnswer:")[0] for d in documents]

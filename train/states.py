@@ -56,6 +56,12 @@ class States:
         tensors |= {"top_ids": self.top_ids.int(), "top_logits": self.top_logits.half(), "log_sum": self.log_sum}
         return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
 
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> States:
+        """Return the states that were kept: the arrays of `to_numpy`, as tensors."""
+        hidden = {name.removeprefix(HIDDEN): tensor for name, tensor in tensors.items() if name.startswith(HIDDEN)}
+        return cls(hidden, tensors["top_ids"].long(), tensors["top_logits"].float(), tensors["log_sum"])
+
 
 def states_of(hidden: Mapping[str, torch.Tensor], logits: torch.Tensor) -> States:
     """Return the states of hidden states and logits [B, L, V] of any float type."""

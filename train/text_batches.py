@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,15 +19,17 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import DataError
-from redraft.train.batches import Batch
+from redraft.train.batches import Batch, Plan
 from redraft.train.config import Recipe
 from redraft.train.data import is_held_out
-from redraft.train.drafter_config import Answers
+from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.states import States
-from redraft.train.text_shards import HIDDEN, TOP, Arrays, Shard, Shards
+from redraft.train.text_shards import HIDDEN, TOP, Arrays, Shard, Shards, check_written_by
+from redraft.train.verifier_model import VerifierModel
 
 _SORTED = 32
 """Batches whose texts are sorted by length together."""
+_HELD_OUT_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -42,44 +44,69 @@ class _Text:
     temperature: float
 
 
-class TextSet:
-    """The texts of a folder that `redraft train text` wrote."""
+class WrittenText:
+    """The texts of a run that are whole texts in a folder of `redraft train text`.
 
-    def __init__(
-        self, folder: Path, held_out_every: int, hidden_states: Sequence[str], answers: Answers = "all"
-    ) -> None:
-        """hidden_states: those to load with a text.   answers: which texts to train on.
+    recipe: the run's recipe.   training, held_out_texts: the texts on both sides.   digest: SHA-256 of all tokens.
+    settings: values of the recipe that chose the texts; a resumed run must have the same.
+    """
 
-        Raises DataError if there are no texts.
-        """
-        self._hidden_states = tuple(hidden_states)
+    def __init__(self, folder: Path, recipe: DrafterRecipe, hidden_states: Sequence[str]) -> None:
+        """hidden_states: those to load with a text, if they were kept. Raises DataError if there are no texts."""
+        self.recipe, self._folder, self._hidden_states = recipe, folder, tuple(hidden_states)
+        self.settings = {"seed": recipe.seed, "held_out_every": recipe.held_out_every, "texts": recipe.texts}
         self.training: list[_Text] = []
-        self.held_out: list[_Text] = []
+        self.held_out_texts: list[_Text] = []
         Shards(folder).check_complete()
-        self.lacking: tuple[str, ...] = ()
-        """Those that a shard lacks although it keeps others. Its texts then have no states."""
+        self._lacking: tuple[str, ...] = ()
         sha = hashlib.sha256()
         for shard in Shards(folder):
-            if TOP[0] in shard and not self.lacking:
-                self.lacking = tuple(name for name in self._hidden_states if HIDDEN + name not in shard)
+            if TOP[0] in shard and not self._lacking:
+                self._lacking = tuple(name for name in self._hidden_states if HIDDEN + name not in shard)
             tokens = shard.array("tokens").astype(np.uint32)
             sha.update(tokens.tobytes())
-            for text in _texts(shard):
-                prompt = tokens[text.first : text.first + text.prompt].tobytes()
-                held_out = is_held_out(text.kind, hashlib.sha256(prompt).hexdigest(), held_out_every)
-                if text.length - text.prompt < 2:
-                    continue
-                if held_out:
-                    self.held_out.append(text)
-                elif answers in ("all", "sampled" if text.temperature else "greedy"):
-                    self.training.append(text)
-        if not self.training or not self.held_out:
-            some = "" if answers == "all" else f"{answers} "
+            self._add(shard, tokens)
+        if not self.training or not self.held_out_texts:
+            some = "" if recipe.answers == "all" else f"{recipe.answers} "
             raise DataError(
                 f"{folder} has no {some}texts to train on, or none to hold out", "write some with `redraft train text`"
             )
         self.digest = sha.hexdigest()
-        """SHA-256 of all tokens."""
+
+    def _add(self, shard: Shard, tokens: NDArray[np.uint32]) -> None:
+        """Take the texts of a shard with at least two tokens after the prompt."""
+        for text in _texts(shard):
+            prompt = tokens[text.first : text.first + text.prompt].tobytes()
+            if text.length - text.prompt < 2:
+                continue
+            if is_held_out(text.kind, hashlib.sha256(prompt).hexdigest(), self.recipe.held_out_every):
+                self.held_out_texts.append(text)
+            elif self.recipe.answers in ("all", "sampled" if text.temperature else "greedy"):
+                self.training.append(text)
+
+    @property
+    def computed_again(self) -> str:
+        """A line about hidden states that a shard lacks although it keeps others; empty if it lacks none."""
+        if not self._lacking:
+            return ""
+        return (
+            f"{self._folder} keeps no hidden states {', '.join(self._lacking)}: the verifier computes all states again "
+            f"at every step; `redraft train states PACKED --hidden-states {','.join(self._hidden_states)}` keeps them, "
+            "with a folder PACKED of `redraft train pack`"
+        )
+
+    @property
+    def batches(self) -> float:
+        """Batches of all texts."""
+        return len(self.training) // self.recipe.texts
+
+    def check(self, verifier: VerifierModel, lookahead: int) -> None:
+        """Raise UsageError if another verifier wrote the texts."""
+        check_written_by(self._folder, verifier.identity)
+
+    def plan(self, lookahead: int) -> Plan:
+        """Return batches of texts."""
+        return TextPlan(self, self.recipe.texts, self.recipe.seed)
 
     def counts(self, vocab_size: int) -> NDArray[np.int64]:
         """Return how often the verifier wrote every token in the training texts, int64 [V]."""
@@ -89,24 +116,24 @@ class TextSet:
             counts += np.bincount(tokens, minlength=vocab_size)
         return counts
 
-    def sizes(self) -> dict[str, dict[str, int]]:
-        """Return by kind: `texts` to train on, `written` tokens of the answers, `all` tokens with prompts."""
+    def facts(self) -> dict[str, Any]:
+        """Return by kind, as `tokens`: `texts` to train on, `written` tokens of the answers, `all` with prompts."""
         found: dict[str, dict[str, int]] = defaultdict(lambda: {"texts": 0, "written": 0, "all": 0})
         for text in self.training:
             kind = found[text.kind]
             kind["texts"] += 1
             kind["written"] += text.length - text.prompt
             kind["all"] += text.length
-        return dict(sorted(found.items()))
+        return {kind: {"tokens": sizes} for kind, sizes in sorted(found.items())}
 
-    def greedy_held_out(self, each: int, rows: int) -> dict[str, list[Batch]]:
-        """Return batches of at most `each` greedy held-out texts of every kind."""
+    def held_out(self, lookahead: int) -> Mapping[str, list[Batch]]:
+        """Return batches of greedy held-out texts of every kind, to measure acceptance on."""
         kinds: dict[str, list[_Text]] = defaultdict(list)
-        for text in self.held_out:
-            if text.temperature == 0 and len(kinds[text.kind]) < each:
+        for text in self.held_out_texts:
+            if text.temperature == 0 and len(kinds[text.kind]) < self.recipe.self_text.held_out_rows:
                 kinds[text.kind].append(text)
         return {
-            kind: [self.batch(texts[i : i + rows]) for i in range(0, len(texts), rows)]
+            kind: [self.batch(texts[i : i + _HELD_OUT_ROWS]) for i in range(0, len(texts), _HELD_OUT_ROWS)]
             for kind, texts in sorted(kinds.items())
         }
 
@@ -126,23 +153,15 @@ def text_batch(texts: Sequence[Arrays], prompts: Sequence[int], kinds: tuple[str
     lengths = [len(text["tokens"]) for text in texts]
     tensors = {name: _padded([text[name] for text in texts], max(lengths)) for name in texts[0]}
     starts = [torch.arange(prompt - 1, length - 2) for prompt, length in zip(prompts, lengths, strict=True)]
-    states = None
-    if "log_sum" in tensors:
-        hidden = {name.removeprefix(HIDDEN): tensor for name, tensor in tensors.items() if name.startswith(HIDDEN)}
-        states = States(hidden, tensors["top_ids"].long(), tensors["top_logits"].float(), tensors["log_sum"])
-    return Batch(
-        tensors["tokens"].long(),
-        kinds,
-        torch.nn.utils.rnn.pad_sequence(starts, batch_first=True, padding_value=-1),
-        torch.tensor(lengths) - 1,
-        states,
-    )
+    padded = torch.nn.utils.rnn.pad_sequence(starts, batch_first=True, padding_value=-1)
+    states = States.of_tensors(tensors) if "log_sum" in tensors else None
+    return Batch(tensors["tokens"].long(), kinds, padded, torch.tensor(lengths) - 1, states)
 
 
 class TextPlan:
     """Batches of training texts."""
 
-    def __init__(self, texts: TextSet, rows: int, seed: int) -> None:
+    def __init__(self, texts: WrittenText, rows: int, seed: int) -> None:
         """rows: texts of a batch. Raises DataError if there are fewer texts."""
         if len(texts.training) < rows:
             raise DataError(f"{len(texts.training)} texts are fewer than the {rows} of a batch", "write more texts")

@@ -19,7 +19,7 @@ import lzma
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.errors import DataError, UsageError
+from redraft.export.drafters.checkpoint import Identity
+from redraft.files import whole_file, write_json
+from redraft.records import to_plain
 
 FACTS = "text.json"
 SHARDS = "shards"
@@ -98,9 +101,8 @@ class Shards:
         self._shards.mkdir(parents=True, exist_ok=True)
         return shutil.disk_usage(self._shards).free > bytes_needed + _SPARE_BYTES
 
-    def get(self, index: int) -> Shard | None:
-        """Return a shard, None if it is not written."""
-        return Shard(self._path(index)) if index in self else None
+    def __getitem__(self, index: int) -> Shard:
+        return Shard(self._path(index))
 
     def add(self, index: int, arrays: Arrays) -> None:
         """Write a shard."""
@@ -128,10 +130,7 @@ def pack(texts: Path, out: Path) -> None:
 
 def save_facts(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write the record of texts: their recipe, and digests of their verifier and data."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{FACTS}.tmp"
-    unfinished.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(folder / FACTS)
+    write_json(folder / FACTS, facts)
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
@@ -147,15 +146,12 @@ def load_facts(folder: Path) -> dict[str, Any]:
 
 def save_packed(path: Path, arrays: Arrays) -> None:
     """Write arrays as a whole .npz file, compressed by LZMA: half the size that NumPy's own reaches."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_LZMA) as archive:
+    with whole_file(path) as whole, zipfile.ZipFile(whole, "w", zipfile.ZIP_LZMA) as archive:
         for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
             entry.compress_type = zipfile.ZIP_LZMA
             with archive.open(entry, "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
-    unfinished.replace(path)
 
 
 def load_packed(path: Path) -> dict[str, NDArray[Any]]:
@@ -172,19 +168,13 @@ def split(lengths: NDArray[np.int64], flat: NDArray[Any]) -> Sequence[NDArray[An
     return np.split(flat, np.cumsum(lengths)[:-1])
 
 
-@lru_cache(maxsize=2)
-def _packed(path: Path) -> Arrays:
-    return load_packed(path)
-
-
-@lru_cache(maxsize=8192)
-def _loaded(path: Path) -> NDArray[Any]:
-    return _array(path, None)
-
-
-@lru_cache(maxsize=512)  # each has an open file
-def _mapped(path: Path) -> NDArray[Any]:
-    return _array(path, "r")
+def check_written_by(folder: Path, verifier: Identity) -> None:
+    """Raise UsageError if another verifier wrote the texts of a folder."""
+    if load_facts(folder).get("verifier") != to_plain(verifier):
+        raise UsageError(
+            f"another verifier wrote the texts in {folder}",
+            "give their verifier, or write texts with `redraft train text`",
+        )
 
 
 def _array(path: Path, mmap_mode: Literal["r"] | None) -> NDArray[Any]:
@@ -195,3 +185,8 @@ def _array(path: Path, mmap_mode: Literal["r"] | None) -> NDArray[Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     return found
+
+
+_packed = lru_cache(maxsize=2)(load_packed)
+_loaded = lru_cache(maxsize=8192)(partial(_array, mmap_mode=None))
+_mapped = lru_cache(maxsize=512)(partial(_array, mmap_mode="r"))  # each has an open file

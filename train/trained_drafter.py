@@ -1,29 +1,107 @@
-"""A trained drafter as a torch module: of a run's last checkpoint, or of a published folder."""
+"""The facts of a drafter's run, and a trained drafter as a torch module: of a run's last checkpoint or published."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from redraft.errors import CheckpointError, TrainingError
+from redraft.errors import CheckpointError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.files import write_json
 from redraft.records import from_plain
 from redraft.train.batches import Batch
-from redraft.train.checkpoint import load_checkpoint
+from redraft.train.loop import load_checkpoint
 from redraft.train.objectives import find_training
-from redraft.train.run_facts import RUN, RunFacts
 from redraft.train.training import Training
 from redraft.train.verifier_model import VerifierModel
 
+RUN = "run.json"
 _PREFIX = "drafter."
 _OWN = frozenset({"draft_vocab_size", "draft_logit_scale", "hidden_states"})
 """Fields in which a drafter may differ from the one that it begins with."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The verifier, data and settings that a run belongs to. Its folder keeps them as run.json.
+
+    config: the drafter's configuration.   data: digest of the documents.   texts: settings of the written texts.
+    start:  digest of the drafter that it began with; empty if it began by its recipe.
+    """
+
+    method: str
+    config: dict[str, Any]
+    verifier: Identity
+    data: str
+    texts: dict[str, Any]
+    start: str = ""
+
+    @classmethod
+    def read(cls, run: Path) -> RunFacts | None:
+        """Return the facts in a run folder, or None if it has none."""
+        try:
+            return from_plain(cls, json.loads((run / RUN).read_text(encoding="utf-8")), RUN)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, UsageError) as error:
+            raise TrainingError(f"{run / RUN} is damaged ({error})", "give another --out") from None
+
+    @classmethod
+    def of(cls, run: Path) -> RunFacts:
+        """Return the facts of a run. Raises TrainingError if the folder has none."""
+        if (facts := cls.read(run)) is None:
+            raise TrainingError(
+                f"{run} is not a drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote"
+            )
+        return facts
+
+    def write(self, run: Path) -> None:
+        """Write the facts as a whole file or not at all."""
+        write_json(run / RUN, asdict(self))
+
+    def digest(self) -> str:
+        """Names verifier and data in the run's checkpoints."""
+        return hashlib.sha256(json.dumps([asdict(self.verifier), self.data]).encode()).hexdigest()
+
+    def check_same(self, run: Path) -> None:
+        """Raise TrainingError if the run folder has another verifier or texts of another recipe."""
+        if (before := RunFacts.read(run)) is None:
+            raise TrainingError(f"{run} has no drafter's run to resume", "start without --resume")
+        if changed := next(self._changes(before), None):
+            raise TrainingError(f"the run in {run} {changed[0]}", changed[1])
+
+    def _changes(self, before: RunFacts) -> Iterator[tuple[str, str]]:
+        """Yield each difference from the run that is resumed, with a hint."""
+        if before.verifier != self.verifier:
+            verifiers = f"expected {_digests(before.verifier)}, found {_digests(self.verifier)}"
+            yield f"has another verifier: {verifiers}", "give the same --verifier as before"
+        if self.start and self.start != before.start:
+            yield "began with another drafter", "give the same --start as before, or none"
+        if before.data != self.data:
+            yield "was trained on other data", "give the same --data or --texts as before"
+        for name, value in self.texts.items():
+            if (was := before.texts.get(name)) != value:
+                problem = f"has another recipe: {name} was {was!r}, it is {value!r}"
+                yield problem, "resume with the recipe that started it"
+
+    def module(self, run: Path, state: Mapping[str, Any]) -> nn.Module:
+        """Return the drafter of a checkpoint of the run."""
+        module = find_training(self.method).drafter(self.configuration(run))
+        module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
+        return module
+
+    def configuration(self, run: Path, **measured: Any) -> DrafterConfig:
+        """Return the drafter's configuration with these values of measured fields."""
+        kind = find_training(self.method).config
+        config: DrafterConfig = from_plain(kind, {**self.config, **measured}, str(run / RUN))
+        return config
 
 
 @dataclass(frozen=True)
@@ -40,9 +118,9 @@ class TrainedDrafter:
     def open(cls, folder: Path) -> TrainedDrafter:
         """Return the drafter of a run or of a published folder. Raises CheckpointError or TrainingError."""
         if (folder / RUN).exists():
-            facts = run_facts(folder)
-            module = trained_drafter(folder, facts, load_checkpoint(folder))
-            return cls(folder, find_training(facts.method), _config(folder, facts), module, facts.verifier)
+            facts = RunFacts.of(folder)
+            module = facts.module(folder, load_checkpoint(folder))
+            return cls(folder, find_training(facts.method), facts.configuration(folder), module, facts.verifier)
         checkpoint = DrafterCheckpoint.open(folder)
         training = find_training(checkpoint.method)
         config = checkpoint.configure(training.config)
@@ -70,46 +148,25 @@ class TrainedDrafter:
             )
         wanted, found = asdict(config), asdict(self.config)
         own = _OWN | self.training.measures.keys()  # a run has no measurement before its first step
+        hint = "give a --start of the recipe's form, or change the recipe"
         for name in (name for name in found if name in wanted and name not in own):
             if found[name] != wanted[name]:
                 key, own_value, value = _first_difference(name, found[name], wanted[name])
                 raise CheckpointError(
                     f"{self.path} cannot begin this run: it has {key} = {_short(own_value)}, the recipe's drafter has "
                     f"{key} = {_short(value)}",
-                    "give a --start of the recipe's form, or change the recipe",
+                    hint,
                 )
         found_states, states = (getattr(one, "hidden_states", ()) for one in (self.config, config))
         if found_states and found_states != states:
             raise CheckpointError(
                 f"{self.path} reads hidden states {', '.join(found_states)}, expected {', '.join(states) or 'none'}",
-                "give a --start of the recipe's form, or change the recipe",
+                hint,
             )
 
     def begin(self, drafter: nn.Module, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
         """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.training.Start`."""
         drafter.load_state_dict(self.module.state_dict(), strict=False)
-
-
-def run_facts(run: Path) -> RunFacts:
-    """Return the facts of a run. Raises TrainingError if the folder has none."""
-    facts = RunFacts.read(run)
-    if facts is None:
-        raise TrainingError(
-            f"{run} is not a drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote"
-        )
-    return facts
-
-
-def trained_drafter(run: Path, facts: RunFacts, state: Mapping[str, Any]) -> nn.Module:
-    """Return the drafter of a run's checkpoint."""
-    module = find_training(facts.method).drafter(_config(run, facts))
-    module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
-    return module
-
-
-def _config(run: Path, facts: RunFacts) -> DrafterConfig:
-    config: DrafterConfig = from_plain(find_training(facts.method).config, facts.config, str(run / RUN))
-    return config
 
 
 def _first_difference(key: str, found: Any, wanted: Any) -> tuple[str, Any, Any]:
@@ -123,3 +180,7 @@ def _first_difference(key: str, found: Any, wanted: Any) -> tuple[str, Any, Any]
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _digests(identity: Identity) -> str:
+    return f"weights {' '.join(d[:12] for d in identity.weights)} tokenizer {identity.tokenizer[:12]}"

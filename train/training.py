@@ -20,7 +20,7 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
-from redraft.train.objective import Objective
+from redraft.train.loop import Objective
 from redraft.train.states import States
 from redraft.train.verifier_model import VerifierModel
 

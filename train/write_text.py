@@ -24,11 +24,20 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt, from_plain, to_plain
 from redraft.train.config import read_recipe
 from redraft.train.data import Corpus
-from redraft.train.questions import ChatTurns, code_questions, prose_questions, word_problems
+from redraft.train.questions import ChatTurns, questions_of
 from redraft.train.states import TOP_LOGITS, run_verifier, states_of
-from redraft.train.text_shards import FACTS, Shards, load_facts, load_packed, save_facts, save_packed, split
+from redraft.train.text_shards import (
+    FACTS,
+    Shards,
+    check_written_by,
+    load_facts,
+    load_packed,
+    save_facts,
+    save_packed,
+    split,
+)
 from redraft.train.verifier_model import VerifierModel
-from redraft.train.writer import Prompt, Writer, Written
+from redraft.train.writer import Prompt, Writer
 
 QUESTIONS = "questions.npz"
 KINDS = ("chat", "math", "code", "prose")
@@ -98,15 +107,15 @@ def write_text(
     }
     decoder.check_hidden_states(recipe.hidden_states, verifier.layers)
     _begin(out, facts)
-    questions, shards = out / QUESTIONS, Shards(out)
-    if not questions.exists():
-        save_packed(questions, _questions_in_order(verifier, turns, corpora, recipe, progress))
-    found = load_packed(questions)
+    if not (out / QUESTIONS).exists():
+        save_packed(out / QUESTIONS, _questions_in_order(verifier, turns, corpora, recipe, progress))
+    asked = load_packed(out / QUESTIONS)
     prompts = [
         Prompt(tuple(tokens.tolist()), float(temperature))
-        for tokens, temperature in zip(split(found["lengths"], found["tokens"]), found["temperatures"], strict=True)
+        for tokens, temperature in zip(split(asked["lengths"], asked["tokens"]), asked["temperatures"], strict=True)
     ]
     save_facts(out, {**load_facts(out), "texts": len(prompts)})
+    shards = Shards(out)
     batches = [slice(i, i + recipe.rows) for i in range(0, len(prompts), recipe.rows)]
     for index, some in enumerate(batches):
         if index in shards:
@@ -117,10 +126,10 @@ def write_text(
         if kept and not shards.fits(needed):
             warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
             kept = ()
-        writer = Writer(verifier.model, turns.ends, recipe.new_tokens, kept)
-        written = writer.write(prompts[some], recipe.seed + index)
-        about = {name: found[name][some] for name in ("kinds", "temperatures")}
-        shards.add(index, {**arrays_of(written), **about})
+        written = Writer(verifier.model, turns.ends, recipe.new_tokens, kept).write(prompts[some], recipe.seed + index)
+        texts = {"tokens": written.tokens.astype(np.uint32), "lengths": written.lengths, "prompts": written.prompts}
+        about = {name: asked[name][some] for name in ("kinds", "temperatures")}
+        shards.add(index, {**texts, **written.states, **about})
         progress("texts", index + 1, len(batches), int((written.lengths - written.prompts).sum()))
 
 
@@ -136,26 +145,9 @@ def _begin(out: Path, facts: Mapping[str, Any]) -> None:
         )
 
 
-def check_written_by(texts: Path, verifier: VerifierModel) -> None:
-    """Raise UsageError if another verifier wrote the texts of a folder."""
-    if load_facts(texts).get("verifier") != to_plain(verifier.identity):
-        raise UsageError(
-            f"another verifier wrote the texts in {texts}",
-            "give their verifier, or write texts with `redraft train text`",
-        )
-
-
 def _bytes_of(tokens: int, hidden_states: int, width: int) -> int:
     """Return the size of so many tokens' states: halves, and an id and a half for each likely token."""
     return tokens * (2 * width * hidden_states + 6 * TOP_LOGITS + 4)
-
-
-def arrays_of(written: Written) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a shard, without kinds and temperatures."""
-    return {
-        "tokens": written.tokens.astype(np.uint32), "lengths": written.lengths, "prompts": written.prompts,
-        **written.states,
-    }  # fmt: skip
 
 
 def _questions_in_order(
@@ -167,13 +159,13 @@ def _questions_in_order(
     asked: list[tuple[str, tuple[int, ...]]] = []
     for kind, count in recipe.texts.items():
         if kind == "chat":
-            found = _asked_by_itself(verifier.model, turns, count, recipe, progress)
+            prompts = _asked_by_itself(verifier.model, turns, count, recipe, progress)
         else:
-            found = [turns.ask(question) for question in _questions(kind, corpora[kind], count, rng)]
-        found = [tokens for tokens in found if len(tokens) <= longest]
-        if not found:
+            prompts = [turns.ask(question) for question in questions_of(kind, corpora[kind].train, count, rng)]
+        fitting = [tokens for tokens in prompts if len(tokens) <= longest]
+        if not fitting:
             raise UsageError(f"there is no question of kind {kind} that fits the verifier", "give more data")
-        taken = [found[i] for i in rng.permutation(len(found))]
+        taken = [fitting[i] for i in rng.permutation(len(fitting))]
         asked += [(kind, taken[i % len(taken)]) for i in range(min(count, _MOST_FREQUENT * len(taken)))]
     temperatures = np.where(rng.random(len(asked)) < recipe.greedy, 0.0, 1.0)
     order = _sorted_batches([len(tokens) for _, tokens in asked], recipe.rows, rng)
@@ -197,32 +189,24 @@ def _sorted_batches(lengths: Sequence[int], rows: int, rng: np.random.Generator)
     return found
 
 
-def _questions(kind: str, corpus: Corpus, count: int, rng: np.random.Generator) -> list[str]:
-    if kind == "math":
-        return word_problems(corpus.train)
-    if kind == "code":
-        return code_questions(corpus.train, rng)
-    return prose_questions(corpus.train, count, rng)
-
-
 def _asked_by_itself(
     model: Any, turns: ChatTurns, count: int, recipe: TextRecipe, progress: Progress
 ) -> list[tuple[int, ...]]:
     """Return prompts of distinct questions that the verifier samples as the user's turn."""
     writer = Writer(model, turns.ends, recipe.question_tokens)
     special = set(turns.tokenizer.all_special_ids)
-    found: dict[tuple[int, ...], None] = {}
+    asked: dict[tuple[int, ...], None] = {}
     batches = -(-count * 5 // 4 // recipe.rows)  # a fifth is expected to be too long, or asked twice
     for batch in range(batches):
-        if len(found) >= count:
+        if len(asked) >= count:
             break
         texts = writer.write([Prompt(turns.before, 1.0)] * recipe.rows, recipe.seed + batch + 1)
         for text in split(texts.lengths, texts.tokens):
             question = text[len(turns.before) :].tolist()
             if question[-1] in turns.ends and len(question) > 5 and not special & set(question[:-1]):
-                found[turns.around(question[:-1])] = None
+                asked[turns.around(question[:-1])] = None
         progress("questions", batch + 1, batches, len(texts.tokens))
-    return list(found)[:count]
+    return list(asked)[:count]
 
 
 @torch.inference_mode()
@@ -239,7 +223,7 @@ def compute_states(
     packed = Shards(texts).packed()
     decoder.check_hidden_states(hidden_states, verifier.layers)
     tokens = split(packed.array("lengths"), packed.array("tokens"))[:limit]
-    check_written_by(texts, verifier)
+    check_written_by(texts, verifier.identity)
     _begin(out, {**load_facts(texts), "texts": len(tokens), "hidden_states": list(hidden_states)})
     shards = Shards(out)
     parts = [slice(i, i + rows) for i in range(0, len(tokens), rows)]

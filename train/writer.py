@@ -1,25 +1,35 @@
 """The verifier's continuations of many prompts at once, and everything that a drafter's training reads of them.
 
 All rows of a batch are at the same position, so no row is padded: a row first takes its own prompt's tokens, then the
-verifier's. A finished row leaves the batch when a quarter of the rows have finished.
+verifier's. A finished row leaves the batch when a quarter of the rows have finished. Layers keep KV in buffers with
+spare positions, because a new buffer for every token costs as much as the attention itself. With one query row, the
+query heads of a key head are rows of one product: no key head is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from redraft.train.batched_cache import ATTENTION, BatchedCache
 from redraft.train.states import States, run_verifier, states_of
+from redraft.train.text_shards import split
 
 _PREFILL_TOKENS = 4096  # logits of so many positions are in memory at once
 _COMPACT_BELOW = 0.75
+_ROWS_AT_ONCE = 32
+_SPARE = 64
+_ATTENTION = "redraft_batched"
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ def _fast_attention(model: Any) -> Iterator[None]:
     if before != "sdpa":
         yield
         return
-    model.set_attn_implementation(ATTENTION)
+    model.set_attn_implementation(_ATTENTION)
     try:
         yield
     finally:
@@ -93,7 +103,7 @@ class _Rows:
         self._rows = torch.arange(len(prompts), device=device)  # [A]
         self._lengths = torch.zeros_like(self._prompts)
         self._place = min(lengths)
-        self._cache = BatchedCache(self._model.config.get_text_config().num_hidden_layers)
+        self._cache = _BatchedCache(self._model.config.get_text_config().num_hidden_layers)
         self._kept = _Kept(writer._hidden_states, *self._tokens.shape)
 
     @property
@@ -106,7 +116,7 @@ class _Rows:
         step = max(1, _PREFILL_TOKENS // self._place)
         caches, logits = [], []
         for part in self._rows.split(step):
-            cache = BatchedCache(len(self._cache.layers))
+            cache = _BatchedCache(len(self._cache.layers))
             logits.append(self._forward(cache, part, 0))
             caches.append(cache)
         self._cache.join(caches)
@@ -117,7 +127,7 @@ class _Rows:
         self._place += 1
         self._choose(*self._forward(self._cache, self._rows, self._place - 1))
 
-    def _forward(self, cache: BatchedCache, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, cache: _BatchedCache, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute positions `start` up to the current place. Returns the last one's likeliest logits and tokens."""
         names = self._kept.names
         states = states_of(*run_verifier(
@@ -174,3 +184,102 @@ class _Kept:
     def of(self, used: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
         """Return the arrays of the used positions [R, L]."""
         return {name: array[used] for name, array in self._arrays.items()}
+
+
+class _Layer(DynamicLayer):
+    """A layer's keys and values [R, Hkv, positions, D], as views of buffers that grow by `_SPARE` positions."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows. Returns all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._buffers = [key_states[:, :, :0], value_states[:, :, :0]]
+            self._length = 0
+        begin, self._length = self._length, self._length + key_states.shape[2]
+        if self._length > self._buffers[0].shape[2]:
+            spare = (0, 0, 0, self._length - begin + _SPARE)
+            self._buffers = [F.pad(buffer[:, :, :begin], spare) for buffer in self._buffers]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, begin : self._length] = states
+        return self._view()
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep only these rows."""
+        self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
+        self._view()
+
+    def _view(self) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (buffer[:, :, : self._length] for buffer in self._buffers)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class _BatchedCache(Cache):
+    """A cache for full attention in every layer."""
+
+    def __init__(self, layers: int) -> None:
+        self.growing = [_Layer() for _ in range(layers)]  # type: ignore[no-untyped-call]
+        super().__init__(layers=[*self.growing])
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch."""
+        for layer in self.growing:
+            layer.select(rows)
+
+    def join(self, parts: Sequence[_BatchedCache]) -> None:
+        """Take the rows of several caches, in order. This cache must be empty."""
+        for layer, rows in zip(self.growing, zip(*(part.growing for part in parts), strict=True), strict=True):
+            layer.update(torch.cat([one.keys for one in rows]), torch.cat([one.values for one in rows]))
+
+
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attend as `sdpa` does. One unmasked query row [R, Hq, 1, D] takes the product without repeated heads."""
+    rows, heads, length, width = query.shape
+    if length > 1 or attention_mask is not None:
+        found = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return found[0], None
+    grouped = query.reshape(rows, key.shape[1], -1, width)  # [R, Hkv, Hq / Hkv, D]
+    out = F.scaled_dot_product_attention(grouped, key, value, scale=scaling)
+    return out.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+
+
+def write_rows(
+    model: Any, prompts: NDArray[np.integer[Any]], new_tokens: int, temperature: float, seed: int,
+    progress: Callable[[int, int], None] = lambda done, rows: None,
+) -> NDArray[np.int64]:  # fmt: skip
+    """Continue every row of `prompts` [R, P] by `new_tokens` tokens: int64 [R, P + new_tokens].
+
+    Temperature 0 takes the most probable token. End-of-text tokens do not end a row: the model continues after them.
+    """
+    writer = Writer(model, frozenset(), new_tokens)
+    rows = []
+    for first in range(0, len(prompts), _ROWS_AT_ONCE):
+        batch = [Prompt(tuple(row.tolist()), temperature) for row in prompts[first : first + _ROWS_AT_ONCE]]
+        own_seed = int(np.random.SeedSequence([seed, first]).generate_state(1)[0])
+        rows.append(writer.write(batch, own_seed).tokens.reshape(len(batch), -1))
+        progress(min(first + _ROWS_AT_ONCE, len(prompts)), len(prompts))
+    return np.concatenate(rows)
+
+
+def continue_greedily(
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, ends: frozenset[int]
+) -> list[list[int]]:
+    """Continue prompts of any lengths greedily, up to a token of `ends`. Returns prompts with their continuations."""
+    writer = Writer(model, ends, new_tokens)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    texts: list[list[int]] = [[]] * len(prompts)
+    for begin in range(0, len(order), _ROWS_AT_ONCE):
+        some = order[begin : begin + _ROWS_AT_ONCE]
+        written = writer.write([Prompt(tuple(prompts[i])) for i in some], 0)
+        for index, text in zip(some, split(written.lengths, written.tokens), strict=True):
+            texts[index] = text.tolist()
+    return texts

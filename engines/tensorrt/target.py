@@ -1,4 +1,7 @@
-"""The TensorRT version and the GPU that engines are built for. An engine runs with no other."""
+"""TensorRT's two products, the version and GPU that engines are for, and the tools that build them on this machine.
+
+An engine runs with no other version or GPU.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from redraft.export.drafters.writing import Target, stem, trace_draft, write_tra
 from redraft.export.graph import decoder, tracing
 from redraft.export.graph.attention import CURRENT, LayerRecorder, record_layers
 from redraft.export.graph.experts import expert_tensors
-from redraft.export.graph.tracing import TracedPass
+from redraft.export.graph.traced_pass import TracedPass
 from redraft.methods import Method
 from redraft.methods.mtp import MtpShape
 

@@ -67,9 +67,9 @@ class Grid:
     def joined(cls, grids: Sequence[Grid]) -> Grid:
         """Return the grids of parts of a weight, one after the other."""
         offsets = [g.offsets if g.offsets is not None else np.zeros_like(g.scales) for g in grids]
-        kept = any(g.offsets is not None for g in grids)
+        any_offsets = any(g.offsets is not None for g in grids)
         scales, zeros = np.concatenate([g.scales for g in grids]), np.concatenate([g.zeros for g in grids])
-        return cls(scales, zeros, np.concatenate(offsets) if kept else None)
+        return cls(scales, zeros, np.concatenate(offsets) if any_offsets else None)
 
 
 Coded: TypeAlias = tuple[NDArray[np.uint8], Grid]

@@ -329,18 +329,6 @@ def test_an_engine_that_does_not_load_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_an_engine_of_another_graph_is_refused(bundle: Bundle, make: Make, tmp_path: Path) -> None:
-    other = Decoder(layers=2, vocabulary=11)
-    path = tmp_path / "other"
-    write_bundle(path, other)
-    write_engine(tmp_path / "v.engine", path / "verifier.onnx", updates=True)
-    device = TensorRtDevice(
-        bundle, {names.VERIFIER: tmp_path / "v.engine"}, Cuda(fake := FakeCuda()), FakeTensorRt(fake)
-    )
-    with pytest.raises(BundleError, match=r"engine of verifier: unexpected tensor kv\.1\.key"):
-        device.program(names.VERIFIER)
-
-
 def test_a_graph_without_an_engine_is_named_with_what_mends_it(bundle: Bundle, make: Make) -> None:
     record = bundle.graph(names.VERIFIER)
     of_graphs = signatures.step_signatures(DECODER.shape, gathers=False)

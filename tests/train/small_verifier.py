@@ -27,12 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from redraft.errors import UsageError
 from redraft.names import TOKENIZER_FILE
 from redraft.train.batches import Batch, BatchPlan
-from redraft.train.checkpoint import load_checkpoint
 from redraft.train.config import Recipe
-from redraft.train.data import Corpus
-from redraft.train.loop import StepReport, train
+from redraft.train.data import DATA, Corpus, data_digest, facts_of, load_corpora, token_stream
+from redraft.train.loop import StepReport, load_checkpoint, refuse_run, train
 from redraft.train.mtp import MTP_FILE, MTP_KEY, MtpModule
-from redraft.train.run import DATA, data_digest, facts_of, load_corpora, refuse_run, token_stream
 
 from .small_tokenizer import BOS_ID, EOS_ID, PAD_ID, change_json, save_tokenizer, train_tokenizer
 

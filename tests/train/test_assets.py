@@ -12,10 +12,13 @@ from safetensors import safe_open
 from redraft.engines.recipes import load_recipe
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.train.data import is_held_out
+from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.objectives import find_training
-from redraft.train.text_batches import TextSet
+from redraft.train.text_batches import WrittenText
 from redraft.train.text_shards import PACKED, Shards, load_facts
 from redraft.train.write_text import written_tokens
+
+LyannaRecipe = find_training("lyanna").recipe
 
 FOLDER = Path(__file__).parents[2] / "assets" / "smollm2" / "text"
 DRAFTER = FOLDER.parent / "lyanna"
@@ -43,7 +46,7 @@ def test_smollm2s_texts_end_and_leave_some_to_measure_on() -> None:
     assert int(tokens.max()) < 49_152
     assert 0.3 < np.mean(tokens[np.cumsum(lengths) - 1] == END) < 1.0  # the others reached the limit
     assert 0.5 < np.mean(shard.array("temperatures") == 0) < 0.7
-    held_out = TextSet(FOLDER, 40, ("last",)).greedy_held_out(24, 8)
+    held_out = WrittenText(FOLDER, DrafterRecipe(held_out_every=40), ("last",)).held_out(0)
     assert set(held_out) == {"chat", "code", "math", "prose"}
 
 
@@ -55,12 +58,11 @@ def test_smollm2s_drafter_is_small_trained_on_enough_and_of_the_recipes_verifier
     assert checkpoint.verifier.weights == (package.sha256,)
     assert (DRAFTER / "model.safetensors").stat().st_size <= 16_000_000
     training = json.loads((DRAFTER / "config.json").read_text())["training"]
-    sizes = TextSet(FOLDER, training["recipe"]["held_out_every"], ("last",)).sizes()
-    assert training["data"] == {kind: {"tokens": found} for kind, found in sizes.items()}
-    texts, tokens = (sum(found[name] for found in sizes.values()) for name in ("texts", "all"))
-    assert training["step"] * training["recipe"]["texts"] / texts * tokens >= 6_000_000
-    recipe = find_training("lyanna").recipe
-    assert recipe.from_dict(training["recipe"]) == recipe.load("lyanna-smollm2")
+    recipe = LyannaRecipe.from_dict(training["recipe"])
+    assert recipe == LyannaRecipe.load("lyanna-smollm2")
+    assert training["data"] == WrittenText(FOLDER, recipe, ("last",)).facts()
+    texts, tokens = (sum(kind["tokens"][name] for kind in training["data"].values()) for name in ("texts", "all"))
+    assert training["step"] * recipe.texts / texts * tokens >= 6_000_000
 
 
 def test_the_embedded_model_is_small_and_of_its_shape() -> None:

@@ -1,4 +1,4 @@
-"""The data order."""
+"""The data order, and states of batches that a folder keeps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from redraft.errors import DataError
-from redraft.train.batches import Batch, BatchPlan, gather_places
+from redraft.errors import DataError, TrainingError
+from redraft.train.batches import Batch, BatchPlan, KeptStates, gather_places
 from redraft.train.config import Recipe
+from redraft.train.states import states_of
 
 STREAMS = {"a": np.arange(5000, dtype=np.uint16), "b": np.arange(10000, 13000, dtype=np.uint16)}
 WEIGHTS = {"a": 3.0, "b": 1.0}
@@ -82,3 +83,61 @@ def test_rows_at_places():
     places = torch.tensor([[3, 0], [1, 1]])
     assert gather_places(rows, places).tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
     assert gather_places(rows[..., 0], places).tolist() == [[9, 0], [15, 15]]
+
+
+FACTS = {"verifier": {"weights": ["a"]}, "documents": "b"}
+
+
+class Rows:
+    """A plan of batches of two rows of four tokens, from a first token on."""
+
+    def __init__(self, first=0):
+        self.first = first
+
+    def batch(self, step, recipe):
+        return Batch.whole(torch.arange(8).reshape(2, 4) + step + self.first, ("a", "b"), 1)
+
+
+def never(batch):
+    raise AssertionError("the states were kept")
+
+
+def compute(batch):
+    generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
+    hidden = {name: torch.randn(2, 4, 3, generator=generator) for name in ("last", "1")}
+    return states_of(hidden, torch.randn(2, 4, 5, generator=generator))
+
+
+def test_the_second_plan_reads_what_the_first_computed(tmp_path):
+    first = [KeptStates(Rows(), tmp_path, FACTS, ["last", "1"], compute).batch(step, None) for step in (0, 3)]
+    again = KeptStates(Rows(), tmp_path, FACTS, ["last", "1"], never)
+    for step, before in zip((0, 3), first, strict=True):
+        found = again.batch(step, None)
+        assert torch.equal(found.tokens, before.tokens)
+        assert found.states.hidden.keys() == {"last", "1"}
+        expected = compute(before)
+        for name, tensor in expected.hidden.items():
+            assert torch.equal(found.states.hidden[name], tensor.half())
+            assert torch.equal(found.states.hidden[name], before.states.hidden[name])
+        assert torch.equal(found.states.top_ids, expected.top_ids)
+        assert torch.equal(found.states.log_sum, expected.log_sum)
+
+
+@pytest.mark.parametrize(
+    ("facts", "names", "word"),
+    [
+        ({**FACTS, "verifier": {"weights": ["c"]}}, ["last"], "verifier"),
+        ({**FACTS, "documents": "c"}, ["last"], "documents"),
+        (FACTS, ["1"], "hidden_states"),
+    ],
+)
+def test_states_of_something_else_are_refused(tmp_path, facts, names, word):
+    KeptStates(Rows(), tmp_path, FACTS, ["last"], compute)
+    with pytest.raises(TrainingError, match=f"keeps states of a run that differs in its {word}; remove it"):
+        KeptStates(Rows(), tmp_path, facts, names, compute)
+
+
+def test_another_text_of_a_step_is_refused(tmp_path):
+    KeptStates(Rows(), tmp_path, FACTS, ["last", "1"], compute).batch(0, None)
+    with pytest.raises(DataError, match="keeps other texts for step 0"):
+        KeptStates(Rows(1), tmp_path, FACTS, ["last", "1"], never).batch(0, None)

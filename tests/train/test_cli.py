@@ -14,6 +14,7 @@ from redraft.assembly import models
 from redraft.cli import train
 from redraft.cli.train import app
 from redraft.train import drafter_run
+from tests.train.conftest import SELF_TEXT, SMALL
 
 RUNNER = CliRunner()
 
@@ -24,18 +25,13 @@ def test_the_command_line_needs_no_torch_until_it_trains():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_train_publish_and_measure_a_drafter(sources, verifier_folder, tmp_path):
+def test_train_publish_and_measure_a_drafter(prose, verifier_folder, tmp_path):
     """All steps of a drafter's training by the command line, and its refusals."""
     recipe, run, out, prompts = (tmp_path / name for name in ("small.toml", "run", "out", "p.jsonl"))
-    recipe.write_text(
-        'method = "lyanna"\nbatch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nheld_out_every = 3\n'
-        "[drafter]\nrank = 4\nchain = 2\n"
-        "[self_text]\nrows = 4\nprompt_tokens = 6\nnew_tokens = 20\nheld_out_rows = 2\n",
-        encoding="utf-8",
-    )
-    common = ["--verifier", str(verifier_folder), "--out", str(run), "--config", str(recipe)]
-    data = ["--data", f"prose={sources['prose']}"]
-    result = RUNNER.invoke(app, ["lyanna", *common, *data, "--steps", "3", "--seed", "2", "--json"])
+    recipe.write_text(f'method = "lyanna"\n{SMALL}[drafter]\nrank = 4\nchain = 2\n{SELF_TEXT}', encoding="utf-8")
+    command = ["lyanna", "--verifier", str(verifier_folder), "--out", str(run), "--config", str(recipe)]
+    options = ["--data", f"prose={prose['prose']}", "--steps", "3", "--seed", "2", "--json"]
+    result = RUNNER.invoke(app, [*command, *options])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"out": str(run), "steps": 3, "steps_run": 3}
 
@@ -72,11 +68,7 @@ def test_a_name_that_is_no_verifier_is_refused(tmp_path):
 
 def test_lines_of_a_drafters_run_show_writing_losses_and_acceptance(verifier_folder, tmp_path):
     recipe = tmp_path / "small.toml"
-    recipe.write_text(
-        "steps = 2\nbatch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nevaluate_every = 1\n"
-        "[self_text]\nrows = 4\nprompt_tokens = 6\nnew_tokens = 20\nheld_out_rows = 2\ntext = 0.0\n",
-        encoding="utf-8",
-    )
+    recipe.write_text(f"steps = 2\nevaluate_every = 1\n{SMALL}{SELF_TEXT}text = 0.0\n", encoding="utf-8")
     options = ["--verifier", str(verifier_folder), "--out", str(tmp_path / "run"), "--config", str(recipe)]
     result = RUNNER.invoke(app, ["lyanna", *options])
     assert result.exit_code == 0, result.output

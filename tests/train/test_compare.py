@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 
 from redraft.cli.train import app
 from redraft.errors import TrainingError, UsageError
-from redraft.train import compare, drafter_run, kept_states
+from redraft.train import compare, drafter_run
 from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, results_table, train_all
-from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS
+from redraft.train.drafter_run import COUNTS, TEXTS
 from redraft.train.objectives.feature_drafter import MEASURED
-from redraft.train.run_facts import RunFacts
-from redraft.train.trained_drafter import TrainedDrafter
+from redraft.train.progress import PROGRESS, read_progress
+from redraft.train.trained_drafter import RunFacts, TrainedDrafter
 
 SCHEDULE = """
 steps = 4
@@ -51,94 +50,99 @@ drafter = { aligned = 2, passes = 2 }
 """
 
 
+NAMES = ["first", "second, k = 2"]
+
+
+def write_config(folder):
+    (folder / "schedule.toml").write_text(SCHEDULE)
+    (folder / "runs.toml").write_text(RUNS.replace("SCHEDULE", str(folder / "schedule.toml")))
+    return str(folder / "runs.toml")
+
+
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "schedule.toml").write_text(SCHEDULE)
-    (tmp_path / "runs.toml").write_text(RUNS.replace("SCHEDULE", str(tmp_path / "schedule.toml")))
-    return str(tmp_path / "runs.toml")
+    return write_config(tmp_path)
 
 
-@pytest.fixture
-def prose(sources):
-    return {"prose": sources["prose"]}
+@pytest.fixture(scope="module")
+def finished(verifier_folder, prose, tmp_path_factory):
+    """A finished comparison: its recipe, its folder, its results, and the folders that states were computed for."""
+    folder, computed = tmp_path_factory.mktemp("comparison"), []
+    recipe, ask = CompareRecipe.load(write_config(folder)), drafter_run.KeptStates
+
+    def counting(plan, folder, facts, hidden_states, compute):
+        return ask(
+            plan, folder, facts, hidden_states, lambda batch: computed.append(folder.relative_to(out)) or compute(batch)
+        )
+
+    out, begun = folder / "out", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter_run, "KeptStates", counting)
+        results = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: begun.append(run))
+    assert begun == [(one.name, one.seed) for one in results] == [(name, seed) for seed in (0, 1) for name in NAMES]
+    return recipe, out, results, computed
 
 
-def test_runs_share_texts_and_each_has_its_own_settings(verifier_folder, prose, config, tmp_path, monkeypatch):
-    written, asked = [], drafter_run.DocumentText
-    monkeypatch.setattr(
-        drafter_run, "DocumentText", lambda folder, *args: written.append(folder) or asked(folder, *args)
-    )
-    recipe, out = CompareRecipe.load(config), tmp_path / "out"
-    begun = []
-    results = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: begun.append(run))
-    names = ["first", "second, k = 2"]
-    assert begun == [(name, seed) for seed in (0, 1) for name in names]
-    assert [(one.name, one.seed) for one in results] == begun
-    assert set(written) == {out / TEXTS}
-    files = {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")}
-    assert files
+def test_runs_share_texts_and_states_and_each_has_its_own_settings(finished):
+    _, out, results, computed = finished
+    assert [str(path) for path in computed] == [f"{TEXTS}/states.{seed}.last" for seed in (0, 1) for _ in range(4)]
     for one in results:
-        lines = read_progress(out / f"{one.name}.{one.seed}" / PROGRESS)
+        folder = out / f"{one.name}.{one.seed}"
+        assert not (folder / TEXTS).exists()
+        lines = read_progress(folder / PROGRESS)
         assert [line["step"] for line in lines] == [2, 4]
         assert one.tokens == 4 * 8 * (16 + MEASURED)  # steps, rows, and tokens of a row with those to predict
         assert one.seconds == pytest.approx(sum(line["seconds"] for line in lines), abs=2e-3)
         shares = lines[-1]["acceptance"]["prose"]["top"]
-        joint = [shares[0], shares[0] * shares[1], shares[0] * shares[1] * shares[2]]
-        joint += [joint[2] * shares[3], joint[2] * shares[3] * shares[4]]
-        assert one.chain_tokens == {"prose": pytest.approx(1 + sum(joint))}
+        assert one.chain_tokens == {"prose": pytest.approx(1 + sum(np.cumprod(shares)))}
         assert [line["step"] for line in one.progress] == [2, 4]
         assert one.progress[-1]["chain_tokens"] == one.chain_tokens
         assert one.progress[-1]["accuracy"] == {"prose": pytest.approx(sum(shares) / len(shares))}
         assert [line["loss"] for line in one.progress] == [line["losses"]["loss"] for line in lines]
-        counts = np.sort(np.load(out / f"{one.name}.{one.seed}" / COUNTS))[::-1]
+        counts = np.sort(np.load(folder / COUNTS))[::-1]
         assert [(round(part * len(counts)), round(share * counts.sum())) for part, share in one.frequencies] == [
             (size, counts[:size].sum()) for size in (len(counts) // part for part in (64, 32, 16, 8, 4, 2, 1))
         ]
-        facts = json.loads((out / f"{one.name}.{one.seed}" / "run.json").read_text())
-        assert facts["config"]["draft_vocab_size"] == 300
+        assert json.loads((folder / "run.json").read_text())["config"]["draft_vocab_size"] == 300
     assert results[0].parameters < results[1].parameters
-    assert ("aligned 2" in read_progress(out / "second, k = 2.0" / PROGRESS)[0]["losses"]) is True
+    assert "aligned 2" in read_progress(out / "second, k = 2.0" / PROGRESS)[0]["losses"]
     assert json.loads((out / RESULTS).read_text()) == json.loads(json.dumps([one.to_dict() for one in results]))
     table = results_table(results).splitlines()
-    assert [line.split("  ")[0] for line in table[1:3]] == names
+    assert [line.split("  ")[0] for line in table[1:3]] == NAMES
     assert f"{results[0].parameters:,}" in table[1]
 
+
+def test_finished_runs_are_not_repeated(finished, verifier_folder, prose):
+    recipe, out, results, _ = finished
+    files = {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")}
     again = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: pytest.fail("it was finished"))
     assert again == results
     assert {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")} == files
-    train_all(chosen(recipe, names[:1], [1]), verifier_folder, prose, out)
+    train_all(chosen(recipe, NAMES[:1], [1]), verifier_folder, prose, out)
     assert len(json.loads((out / RESULTS).read_text())) == len(results)  # the folder's, not this call's
 
 
-def test_an_interrupted_comparison_continues(verifier_folder, prose, config, tmp_path, monkeypatch):
-    recipe, whole, out = CompareRecipe.load(config), tmp_path / "whole", tmp_path / "out"
-    expected = train_all(recipe, verifier_folder, prose, whole)
-    started, run = [], compare.train_drafter
+def test_an_interrupted_comparison_continues(finished, verifier_folder, prose, tmp_path, monkeypatch):
+    recipe, out = chosen(finished[0], (), (0,)), tmp_path / "out"
+    train, started = drafter_run.train, []
 
-    def interrupted(*args, **options):
-        started.append(options["resume"])
-        if len(started) == 2:
-            train = drafter_run.train
+    def killed(*given, report, **more):
+        started.append(more["resume"])
 
-            def killed(*given, report, **more):
-                def until_two(step):
-                    report(step)
-                    if step.step == 2:
-                        raise KeyboardInterrupt
+        def until_two(step):
+            report(step)
+            if len(started) == 2 and step.step == 2:
+                raise KeyboardInterrupt
 
-                return train(*given, report=until_two, **more)
+        return train(*given, report=until_two, **more)
 
-            monkeypatch.setattr(drafter_run, "train", killed)
-        return run(*args, **options)
-
-    monkeypatch.setattr(compare, "train_drafter", interrupted)
+    monkeypatch.setattr(drafter_run, "train", killed)
     with pytest.raises(KeyboardInterrupt):
         train_all(recipe, verifier_folder, prose, out, checkpoint_every=1)
-    monkeypatch.undo()
-    begun = []
-    found = train_all(recipe, verifier_folder, prose, out, checkpoint_every=1, begun=lambda *one: begun.append(one))
-    assert begun == [("second, k = 2", 0), ("first", 1), ("second, k = 2", 1)]
-    assert [(one.acceptance, one.tokens) for one in found] == [(one.acceptance, one.tokens) for one in expected]
+    results = train_all(recipe, verifier_folder, prose, out, checkpoint_every=1)
+    assert started == [False, False, True]
+    expected = [(one.acceptance, one.tokens) for one in finished[2] if one.seed == 0]
+    assert [(one.acceptance, one.tokens) for one in results] == expected
 
 
 def test_another_comparison_in_the_folder_is_refused(config, tmp_path, verifier_folder, prose, monkeypatch):
@@ -273,17 +277,6 @@ def test_the_command(verifier_folder, prose, config, tmp_path):
     (result,) = json.loads(found.stdout.splitlines()[-1])
     assert (result["name"], result["seed"]) == ("first", 3)
     assert set(result["chain_tokens"]) == {"prose"}
-
-
-def test_runs_of_a_seed_compute_the_verifiers_states_once(verifier_folder, prose, config, tmp_path, monkeypatch):
-    computed, ask = [], kept_states.KeptStates.__init__
-
-    def counting(self, plan, folder, facts, hidden_states, compute):
-        ask(self, plan, folder, facts, hidden_states, lambda batch: computed.append(folder.name) or compute(batch))
-
-    monkeypatch.setattr(kept_states.KeptStates, "__init__", counting)
-    train_all(CompareRecipe.load(config), verifier_folder, prose, tmp_path / "out")
-    assert computed == ["states.0.last"] * 4 + ["states.1.last"] * 4
 
 
 def test_a_table_names_runs_of_its_comparison(config, tmp_path):

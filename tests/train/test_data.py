@@ -24,20 +24,14 @@ def test_split_is_deterministic_disjoint_and_whole(sources):
 
 
 def test_split_does_not_depend_on_the_other_documents(tmp_path, sources):
-    """A new book must not move another one from held-out to training."""
+    """A new book must not move another one from held-out to training. The digest sees it."""
     text = Path(sources["prose"]).read_text(encoding="utf-8")
     longer = tmp_path / "longer.txt"
     longer.write_text("# Title: New\n\n## Author: New\n\nnew\n<|endoftext|>\n" + text, encoding="utf-8")
-    before = {d.text for d in load_corpus("prose", sources["prose"], 3).held_out}
-    after = {d.text for d in load_corpus("prose", str(longer), 3).held_out if d.name != "New, New"}
-    assert after == before
-
-
-def test_digest_sees_a_changed_text(tmp_path, sources):
-    text = Path(sources["prose"]).read_text(encoding="utf-8")
-    changed = tmp_path / "changed.txt"
-    changed.write_text(text.replace("cat", "cow", 1), encoding="utf-8")
-    assert load_corpus("prose", str(changed), 3).digest() != load_corpus("prose", sources["prose"], 3).digest()
+    before, after = (load_corpus("prose", source, 3) for source in (sources["prose"], str(longer)))
+    held_out = [{d.text for d in corpus.held_out if d.name != "New, New"} for corpus in (before, after)]
+    assert held_out[0] == held_out[1]
+    assert before.digest() != after.digest()
 
 
 def test_word_problems_are_formatted_without_annotations(sources):

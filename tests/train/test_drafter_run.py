@@ -9,27 +9,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from redraft.errors import CheckpointError, DataError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.acceptance import DRAFT_LOGIT_SCALES
-from redraft.train.checkpoint import NAME, load_checkpoint, save_checkpoint
+from redraft.train.document_text import DocumentText, prompts_from
 from redraft.train.drafter_config import SelfText
-from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
-from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_publish import publish_drafter
-from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS, train_drafter
+from redraft.train.drafter_run import COUNTS, TEXTS, train_drafter
+from redraft.train.loop import load_checkpoint, save_checkpoint
 from redraft.train.objectives import COMMANDS, METHODS, find_training
 from redraft.train.objectives.lyanna import LyannaTable
-from redraft.train.progress import ProgressReport
-from redraft.train.run import load_corpora
-from redraft.train.text_store import TextStore
+from redraft.train.progress import PROGRESS, read_progress
+from redraft.train.publish import publish_drafter
 from redraft.train.verifier_model import open_verifier
+from tests.train.conftest import KillAfter, Killed, altered
 
 LyannaRecipe = find_training("lyanna").recipe
+
 RECIPE = LyannaRecipe(
     steps=8,
     batch_tokens=128,
@@ -46,28 +43,6 @@ RECIPE = LyannaRecipe(
 @pytest.fixture(scope="module")
 def two(sources):
     return {kind: sources[kind] for kind in ("code", "prose")}
-
-
-class Killed(Exception):
-    """Simulates the end of the process."""
-
-
-class KillAfter(ProgressReport):
-    """Ends the run after a step or a text."""
-
-    def __init__(self, step=None, text=None):
-        super().__init__(Console(quiet=True))
-        self.step, self.text, self.written, self.losses = step, text, [], {}
-
-    def __call__(self, report):
-        self.losses[report.step] = report.metrics
-        if report.step == self.step:
-            raise Killed
-
-    def writing(self, name, done, rows):
-        self.written.append(name)
-        if name == self.text:
-            raise Killed
 
 
 def go(folder, sources, out, recipe=RECIPE, report=None, **options):
@@ -93,14 +68,6 @@ def drafter_state(out):
     return load_checkpoint(out)["objective"]
 
 
-def test_the_loss_falls(verifier_folder, two, tmp_path):
-    report = KillAfter()
-    recipe = replace(RECIPE, steps=60, evaluate_every=60, drafter=LyannaTable(rank=4, chain=3))
-    go(verifier_folder, two, tmp_path / "run", recipe, report)
-    first, last = ([report.losses[step]["mse"] for step in steps] for steps in (range(1, 6), range(56, 61)))
-    assert sum(last) < 0.05 * sum(first)
-
-
 def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, two, finished, tmp_path):
     out, whole = finished
     with pytest.raises(Killed):
@@ -117,40 +84,36 @@ def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, two, finished,
     assert lines[0] == lines[1]  # step 6, run twice, has one line
 
 
+def medusa(**changes):
+    fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
+    return find_training("medusa").recipe(**{**{name: getattr(RECIPE, name) for name in fields}, **changes})
+
+
 def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_path):
-    """A restart uses written texts again, but drops texts of other prompts."""
-    with pytest.raises(Killed):
-        go(verifier_folder, two, tmp_path, report=KillAfter(text="prose.train.0"))
+    """A restart uses written texts again, but drops texts of other prompts. Medusa's configuration has tuples, which
+    are lists in JSON."""
+
+    def killed(recipe, **end):
+        report = KillAfter(**end)
+        with pytest.raises(Killed):
+            train_drafter("medusa", verifier_folder, two, tmp_path, recipe, report=report)
+        return set(report.written)
+
+    killed(medusa(), text="prose.train.0")
     names = sorted(path.name for path in (tmp_path / TEXTS).iterdir())
     assert names == ["code.train.0.rows.npy", "code.train.1.rows.npy", "code.train.npy", "prose.train.npy"]
-    report = KillAfter(step=1)
-    with pytest.raises(Killed):
-        go(verifier_folder, two, tmp_path, report=report)
-    assert set(report.written) == {"prose.train.0", "prose.train.1", "code.held_out.0", "prose.held_out.0"}
-    other = KillAfter(step=1)
-    with pytest.raises(Killed):
-        go(verifier_folder, two, tmp_path, replace(RECIPE, seed=1), other)
-    assert "code.train.0" in other.written
-
-
-def test_texts_are_kept_if_the_configuration_has_lists(verifier_folder, two, tmp_path):
-    """JSON has lists in place of tuples, which is no other configuration."""
-    fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
-    recipe = find_training("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
-    for end, written in ((KillAfter(text="prose.train.0"), True), (KillAfter(step=1), False)):
-        with pytest.raises(Killed):
-            train_drafter("medusa", verifier_folder, two, tmp_path, recipe, report=end)
-        assert ("code.train.0" in end.written) == written
+    expected = {"prose.train.0", "prose.train.1", "code.held_out.0", "prose.held_out.0"}
+    assert killed(medusa(), step=1) == expected
+    assert "code.train.0" in killed(medusa(seed=1), text="code.train.0")
 
 
 def test_a_run_may_begin_with_published_medusa_heads(verifier_folder, two, tmp_path):
     """Their measured accuracies are no part of their form."""
-    fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
-    recipe = find_training("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
-    train_drafter("medusa", verifier_folder, two, tmp_path / "first", replace(recipe, steps=2))
+    recipe = medusa(steps=1)
+    train_drafter("medusa", verifier_folder, two, tmp_path / "first", recipe)
     publish_drafter(tmp_path / "first", tmp_path / "heads")
     start = tmp_path / "heads"
-    train_drafter("medusa", verifier_folder, two, tmp_path / "second", replace(recipe, steps=1), start=start)
+    train_drafter("medusa", verifier_folder, two, tmp_path / "second", recipe, start=start)
     other = replace(recipe, drafter=replace(recipe.drafter, heads=3))
     with pytest.raises(
         CheckpointError, match="begin this run: it has heads = 4, the recipe's drafter has heads = 3; give a"
@@ -170,7 +133,7 @@ def test_an_interrupted_write_leaves_no_text(verifier_folder, two, tmp_path, mon
         file.write(b"half")
         raise Killed
 
-    monkeypatch.setattr("redraft.train.text_store.np.save", torn)
+    monkeypatch.setattr("redraft.train.document_text.np.save", torn)
     with pytest.raises(Killed):
         go(verifier_folder, two, tmp_path)
     assert not list((tmp_path / TEXTS).glob("*.npy"))
@@ -274,51 +237,6 @@ def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folde
     )
 
 
-def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path):
-    """Acceptance is by category of prompt, over drafts from the prompt's last token on."""
-    prompts = tmp_path / "prompts.jsonl"
-    a, b, c = ({"turns": [text]} for text in ("the cat sat on", "the dogs run by the", "rain " * 60))
-    items = [a | {"category": "a"}, b, c]
-    prompts.write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
-    found = evaluate_drafter(published, verifier_folder, [prompts], new_tokens=16)
-    assert set(found) == {"a", "prompts"}
-    assert found["prompts"].prompts == 1  # the third is too long for the verifier's positions
-    assert 0 < found["a"].acceptance.starts[0] <= 16 - 1
-    with pytest.raises(DataError, match="fits the verifier"):
-        evaluate_drafter(published, verifier_folder, [prompts], new_tokens=64)
-
-
-@pytest.mark.parametrize("line", ["{", '{"turns": []}', "3", '{"text": "x"}'])
-def test_damaged_prompts_are_named(tmp_path, line):
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"turns": ["x"]}) + "\n" + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"p\.jsonl:2"):
-        read_prompts([path])
-
-
-def test_missing_and_empty_prompts_are_refused(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
-        read_prompts([tmp_path / "absent.jsonl"])
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="no prompts"):
-        read_prompts([tmp_path / "empty.jsonl"])
-
-
-def test_acceptance_with_another_verifier_is_refused(published, verifier_folder, tmp_path):
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text(json.dumps({"turns": ["the cat"]}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="another verifier"):
-        evaluate_drafter(published, altered(verifier_folder, tmp_path / "other"), [prompts])
-
-
-def altered(folder, to):
-    """The same verifier with other weights."""
-    shutil.copytree(folder, to)
-    tensors = load_file(str(to / "model.safetensors"))
-    save_file({name: t + 1 for name, t in tensors.items()}, str(to / "model.safetensors"), metadata={"format": "pt"})
-    return to
-
-
 def test_resuming_something_else_is_refused(verifier_folder, two, sources, finished, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(finished[0], out)
@@ -343,37 +261,12 @@ def test_resuming_something_else_is_refused(verifier_folder, two, sources, finis
         go(verifier_folder, two, out, resume=True)
 
 
-def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(verifier_folder, two, tmp_path, monkeypatch):
-    with pytest.raises(Killed):
-        go(verifier_folder, two, tmp_path, report=KillAfter(step=5))
-    before = (tmp_path / NAME).read_bytes()
-    monkeypatch.setattr(
-        "redraft.train.objectives.lyanna.LyannaObjective.scaled",
-        lambda self, hidden: hidden.to(self.head.dtype) * float("nan"),
-    )
-    with pytest.raises(TrainingError, match="nan at step 4; the last good checkpoint is in"):
-        go(verifier_folder, two, tmp_path, resume=True)
-    assert (tmp_path / NAME).read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "fewer than"), ("caf\xe9 ".encode("latin-1") * 1000, "not UTF-8")],
-)
-def test_bad_corpus_is_refused(verifier_folder, two, tmp_path, content, message):
-    (tmp_path / "bad.txt").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        go(verifier_folder, two | {"prose": str(tmp_path / "bad.txt")}, tmp_path / "run")
-
-
 def test_corpus_shorter_than_a_row_is_refused_before_any_text_is_written(verifier_folder, two, tmp_path):
     """The first batch would find the error an hour too late."""
-    recipe, report = replace(RECIPE, weights={"code": 1.0, "prose": 1.0}), KillAfter()
-    store = TextStore(
-        tmp_path, open_verifier(verifier_folder, "cpu"), recipe, load_corpora(two, recipe), report.writing
-    )
+    report = KillAfter()
+    material = DocumentText(tmp_path, open_verifier(verifier_folder, "cpu"), RECIPE, two, report.writing)
     with pytest.raises(DataError, match=r"corpus of code has .* tokens, too few for rows of 16"):
-        store.streams(lookahead=10**6)
+        material.plan(lookahead=10**6)
     assert not report.written
 
 
@@ -389,17 +282,12 @@ def test_kinds_that_do_not_match_are_refused(verifier_folder, two, tmp_path):
         go(verifier_folder, {}, tmp_path, replace(RECIPE, weights={"code": 1.0}))
 
 
-def test_without_weights_every_kind_counts_alike_and_shares_are_of_a_kind():
-    spec = SelfText(text=0.5, greedy=0.0, sampled=0.25, temperatures=(0.7,))
-    weights = replace(RECIPE, weights={"a": 2.0, "b": 1.0}, self_text=spec).stream_weights()
-    assert weights == {"a": 1.0, "a.sampled": 0.5, "b": 0.5, "b.sampled": 0.25}
-
-
 def test_run_without_documents_learns_from_the_verifiers_own_text(verifier_folder, tmp_path):
     own = SelfText(rows=8, prompt_tokens=3, new_tokens=30, temperatures=(0.0, 0.5, 1.0), text=0.0, held_out_rows=2)
     with pytest.raises(UsageError, match="recipe draws documents"):
         go(verifier_folder, {}, tmp_path)
-    assert go(verifier_folder, {}, tmp_path, replace(RECIPE, self_text=own, steps=2)) == 2
+    epochs = replace(RECIPE, self_text=own, epochs=1, batch_tokens=512)
+    assert go(verifier_folder, {}, tmp_path, epochs) == 2  # 3 * 8 * 33 tokens
     facts = json.loads((tmp_path / "data.json").read_text())
     assert facts["kinds"]["self"] == {"tokens": {"greedy": 8 * 33, "sampled": 2 * 8 * 33}}
     rows = np.load(tmp_path / TEXTS / "self.train.0.rows.npy")
@@ -408,62 +296,26 @@ def test_run_without_documents_learns_from_the_verifiers_own_text(verifier_folde
     assert not {tuple(row) for row in held_out[:, :3].tolist()} & {tuple(row) for row in rows[:, :3].tolist()}
 
 
-def test_epochs_take_their_length_from_the_streams(verifier_folder, tmp_path):
-    own = SelfText(rows=8, prompt_tokens=2, new_tokens=30, text=0.0, held_out_rows=2)
-    assert go(verifier_folder, {}, tmp_path, replace(RECIPE, self_text=own, epochs=2)) == 8  # 2 * 2 * 8 * 32 / 128
-
-
 def test_verifier_folder_that_is_missing_is_refused(two, tmp_path):
     with pytest.raises(CheckpointError, match="is not a directory"):
         go(tmp_path / "absent", two, tmp_path / "run")
 
 
-def test_publishing_a_folder_that_is_no_run_is_refused(run, tmp_path):
-    with pytest.raises(TrainingError, match="not a drafter's run"):
-        publish_drafter(run, tmp_path)
-
-
 def test_every_method_is_found_and_has_a_recipe_of_its_commands_name():
     assert tuple(COMMANDS.values()) == METHODS
     for command, name in COMMANDS.items():
-        training = find_training(name)
-        assert training.recipe.load(training.schedule or command).method == name
+        method = find_training(name)
+        assert method.recipe.load(method.schedule or command).method == name
     with pytest.raises(CheckpointError, match="unknown drafting method 'absent'"):
         find_training("absent")
 
 
-@pytest.mark.parametrize("name", ["lyanna", "lyanna-smollm2", "lyanna-tiny", "lyanna-stories260k"])
-def test_shipped_recipes_load_and_go_through_plain_values(name):
-    recipe = LyannaRecipe.load(name)
-    assert LyannaRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
-
-
-def test_the_papers_schedule():
-    recipe = LyannaRecipe.load("lyanna")
-    assert (recipe.optimizer, recipe.lr, recipe.epochs, recipe.warmup_steps) == ("adam", 3e-5, 20, 0)
-    assert recipe.for_epoch(50).steps == 1000
-    assert replace(recipe, steps=100).lr_factor(50) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"drafter": {"depth": 3}},
-        {"drafter": {"rank": 0}},
-        {"drafter": {"init": "copy"}},
-        {"drafter": {"alpha": 0, "beta": 0}},
-        {"drafter": {"first_token": 1}},
-        {"self_text": {"rows": 0}},
-        {"self_text": {"temperatures": [1.0]}},
-        {"self_text": {"temperatures": [0.0]}},
-        {"self_text": {"temperatures": [-1.0, 0.0]}},
-        {"self_text": {"temperatures": 1.0}},
-        {"self_text": {"text": 0.0, "greedy": 0.0, "sampled": 0.0}},
-        {"evaluate_every": 0},
-        {"optimizer": "lion"},
-        {"method": 3},
-    ],
-)
-def test_unknown_and_impossible_values_are_refused(values):
-    with pytest.raises(UsageError):
-        LyannaRecipe.from_dict(values)
+def test_prompts_are_stretches_of_the_stream():
+    stream = np.arange(1000)
+    prompts = prompts_from(stream, 20, 7, 1)
+    assert prompts.shape == (20, 7)
+    assert (np.diff(prompts) == 1).all()
+    assert len(set(prompts[:, 0].tolist())) > 10
+    assert np.array_equal(prompts, prompts_from(stream, 20, 7, 1))
+    with pytest.raises(DataError, match="7 tokens, too few for prompts of 7"):
+        prompts_from(np.arange(7), 1, 7, 0)

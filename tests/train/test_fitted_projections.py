@@ -68,17 +68,17 @@ def test_the_fit_is_that_of_least_squares(verifier):
         assert error < 0.9 * wanted.var(0).mean()
 
 
+def fitted(verifier, batches):
+    """Return the weight of a projection of the last hidden state."""
+    projection = nn.Linear(32, 32, bias=False)
+    fit_projections([(projection, lambda hidden, _: hidden["last"])], verifier.model, batches, layer_input(verifier))
+    return projection.weight.detach()
+
+
 def test_only_as_many_texts_are_computed_as_the_fit_needs(verifier, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        fitted_projections, "run_verifier", lambda *args: calls.append(args) or run_verifier(*args)
-    )  # fmt: skip
-    fit_projections(
-        [(nn.Linear(32, 32, bias=False), lambda hidden, _: hidden["last"])],
-        verifier.model,
-        texts(40, 0),
-        layer_input(verifier),
-    )
+    monkeypatch.setattr(fitted_projections, "run_verifier", lambda *args: calls.append(args) or run_verifier(*args))
+    fitted(verifier, texts(40, 0))
     assert len(calls) == 11  # of 8 * 19 rows, for 50 * 32
 
 
@@ -91,31 +91,18 @@ def test_kept_hidden_states_are_read_and_not_computed_again(verifier, monkeypatc
         found = states_of({name: factor * tensor for name, tensor in hidden.items()}, logits)
         return Batch(batch.tokens, batch.kinds, batch.starts, batch.ends, found)
 
-    def fitted(batches):
-        projection = nn.Linear(32, 32, bias=False)
-        fit_projections([(projection, lambda hidden, _: hidden["last"])], verifier.model, batches, names[1])
-        return projection.weight.detach()
-
-    plain = fitted(texts(11, 0))
-    assert torch.allclose(fitted([kept(batch, 1, ("last",)) for batch in texts(11, 0)]), plain, atol=1e-6)
+    plain = fitted(verifier, texts(11, 0))
+    assert torch.allclose(fitted(verifier, [kept(batch, 1, ("last",)) for batch in texts(11, 0)]), plain, atol=1e-6)
     twice = [kept(batch, torch.tensor(2.0), names) for batch in texts(11, 0)]
     for batch in twice:
         batch.states.hidden[names[1]].mul_(2)  # the target alone is four times as large
     monkeypatch.setattr(fitted_projections, "run_verifier", None)
-    assert torch.allclose(fitted(twice), 2 * plain, atol=1e-5)
+    assert torch.allclose(fitted(verifier, twice), 2 * plain, atol=1e-5)
 
 
 def test_padding_is_not_fitted(verifier):
     """Positions after a text's end change nothing."""
     tokens = torch.randint(0, 400, (8, LENGTH), generator=torch.Generator().manual_seed(3))
     padded = torch.cat([tokens, torch.zeros(8, 7, dtype=torch.long)], 1)
-    ends = torch.full((8,), LENGTH)
-    found = []
-    for rows in (tokens, padded):
-        projection = nn.Linear(32, 32, bias=False)
-        batch = Batch(rows, ("a",) * 8, torch.zeros(8, 1, dtype=torch.long), ends)
-        fit_projections(
-            [(projection, lambda hidden, _: hidden["last"])], verifier.model, [batch], layer_input(verifier)
-        )
-        found.append(projection.weight)
-    assert torch.allclose(*found, atol=1e-5)
+    batches = [Batch(rows, ("a",) * 8, torch.zeros(8, 1).long(), torch.full((8,), LENGTH)) for rows in (tokens, padded)]
+    assert torch.allclose(*(fitted(verifier, [batch]) for batch in batches), atol=1e-5)

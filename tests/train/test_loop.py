@@ -10,8 +10,7 @@ import torch
 
 from redraft.errors import TrainingError
 from redraft.train.batches import BatchPlan
-from redraft.train.checkpoint import NAME, load_checkpoint
-from redraft.train.loop import train
+from redraft.train.loop import CHECKPOINT, load_checkpoint, train
 
 from .small_verifier import VerifierObjective
 
@@ -86,7 +85,7 @@ class _Poisoned(torch.autograd.Function):
 )
 def test_what_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp_path, poison, message):
     go(recipe, tmp_path, stop_after=5)
-    before = (tmp_path / NAME).read_bytes()
+    before = (tmp_path / CHECKPOINT).read_bytes()
     torch.manual_seed(0)
     objective = VerifierObjective(recipe)
     honest, calls = objective.loss, []
@@ -99,7 +98,7 @@ def test_what_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp_path
     objective.loss = loss
     with pytest.raises(TrainingError, match=f"{message} at step 6; the last good checkpoint is in .*; resume"):
         train(objective, plan_for(recipe), recipe, tmp_path, identity="x", resume=True, checkpoint_every=100)
-    assert (tmp_path / NAME).read_bytes() == before
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
 
 
 def test_without_a_checkpoint_the_hint_is_to_start_again(recipe, tmp_path):
@@ -162,6 +161,6 @@ def test_steps_are_not_lost_if_reporting_the_last_one_fails(recipe, tmp_path):
 @pytest.mark.parametrize("content", [None, b"damaged"])
 def test_missing_or_damaged_checkpoint_is_refused(recipe, tmp_path, content):
     if content:
-        (tmp_path / NAME).write_bytes(content)
+        (tmp_path / CHECKPOINT).write_bytes(content)
     with pytest.raises(TrainingError, match="checkpoint"):
         go(recipe, tmp_path, resume=True)

@@ -54,10 +54,7 @@ def test_the_users_turn_is_cut_out_of_the_template(monkeypatch):
     assert "".join(map(chr, found.ask("why?"))) == "<u>why?<end>\n<a>"
     assert found.ends == {ord("<"), 7}  # the special token after the message ends a turn
     assert turns(monkeypatch, Words(), frozenset()).ends == {ord("<")}
-
-
-def test_an_ordinary_token_after_the_message_ends_no_turn(monkeypatch):
-    for shown in ("User: {}\n\nAssistant:", "ask {}"):
+    for shown in ("User: {}\n\nAssistant:", "ask {}"):  # an ordinary token after the message ends no turn
         assert turns(monkeypatch, Words(shown)).ends == {7}
 
 
@@ -80,11 +77,8 @@ def test_a_function_with_a_docstring_gives_three_questions_of_different_forms():
         assert not any("undocumented" in question for question in found)
         seen.update(found[1:])
     assert len(seen) == FORMS
+    assert not code_questions([Document("code", "a.py", "def (")], np.random.default_rng(0))  # it does not parse
     assert sum("return width * height" in question for question in seen) == 3
-
-
-def test_code_that_does_not_parse_gives_none():
-    assert not code_questions([Document("code", "a.py", "def (")], np.random.default_rng(0))
 
 
 def test_word_problems_are_asked_without_their_answers():

@@ -1,4 +1,4 @@
-"""A student's run: learning, resuming, and both published forms."""
+"""Students: plain, distilled and steered runs, runs that begin with a drafter, and both published forms."""
 
 from __future__ import annotations
 
@@ -12,116 +12,132 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from redraft.cli.train import app
-from redraft.errors import CheckpointError, UsageError
+from redraft.errors import CheckpointError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
-from redraft.train.acceptance import DRAFT_LOGIT_SCALES
-from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import open_drafter
-from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_publish import publish_drafter
-from redraft.train.drafter_run import PROGRESS, train_drafter
-from redraft.train.model_publish import publish_model
+from redraft.train.drafter_run import train_drafter
+from redraft.train.loop import load_checkpoint
 from redraft.train.objectives import find_training
-from redraft.train.objectives.decoder import StudentTable
+from redraft.train.objectives.decoder import SteeringTable, StudentTable
 from redraft.train.objectives.decoder_drafter import DEPTHS
+from redraft.train.progress import PROGRESS, read_progress
+from redraft.train.publish import publish_drafter, publish_model
+from redraft.train.trained_drafter import TrainedDrafter
 from redraft.train.verifier_model import open_verifier
-from tests.train.test_drafter_run import KillAfter, Killed
+from tests.train.conftest import SELF_TEXT, SMALL, KillAfter
 
 StudentRecipe = find_training("draft_model").recipe
-RECIPE = StudentRecipe(
-    steps=8,
-    batch_tokens=128,
-    seq_len=16,
-    decay_seq_len=16,
-    warmup_steps=2,
-    optimizer="adam",
-    lr=0.003,
-    held_out_every=3,
-    evaluate_every=4,
-    drafter=StudentTable(layers=(0, 3), draft_vocabulary=300),
-    self_text=SelfText(rows=12, prompt_tokens=6, new_tokens=20, held_out_rows=3),
-)
+SteeredRecipe = find_training("steered").recipe
+
+SCHEDULE = dict(
+    steps=6, batch_tokens=128, seq_len=16, decay_seq_len=16, warmup_steps=2, optimizer="adam", lr=0.003,
+    held_out_every=3, evaluate_every=6,
+)  # fmt: skip
+PLAIN = SelfText(text=1.0, greedy=0.0, sampled=0.0, prompt_tokens=6, new_tokens=20, held_out_rows=3)
+OWN = replace(PLAIN, text=0.0, sampled=1.0, temperatures=(1.0,), rows=12)
+STUDENT = dict(layers=(0, 3), draft_vocabulary=300)
+PRETRAINED = StudentRecipe(drafter=StudentTable(**STUDENT, kl=0.0, hard=1.0), self_text=PLAIN, **SCHEDULE)
+DISTILLED = StudentRecipe(drafter=StudentTable(**STUDENT), self_text=OWN, **SCHEDULE)
+STEERED = SteeredRecipe(drafter=SteeringTable(**STUDENT), self_text=OWN, **SCHEDULE)
+LONG = dict(steps=60, evaluate_every=60)
 RUNNER = CliRunner()
 
 
 @pytest.fixture(scope="module")
-def prose(sources):
-    return {"prose": sources["prose"]}
+def go(verifier_folder, prose):
+    """Run a recipe. Returns its losses by step."""
 
+    def run(out, recipe, **options):
+        report = KillAfter()
+        train_drafter(recipe.method, verifier_folder, prose, out, recipe, report=report, **options)
+        return report.losses
 
-def go(folder, sources, out, recipe=RECIPE, report=None, **options):
-    return train_drafter("draft_model", folder, sources, out, recipe, checkpoint_every=4, report=report, **options)
-
-
-@pytest.fixture(scope="module")
-def finished(verifier_folder, prose, tmp_path_factory):
-    out = tmp_path_factory.mktemp("student") / "run"
-    report = KillAfter()
-    assert go(verifier_folder, prose, out, report=report) == 8
-    return out, report.losses
+    return run
 
 
 @pytest.fixture(scope="module")
-def published(finished, tmp_path_factory):
-    out = tmp_path_factory.mktemp("student") / "published"
-    publish_drafter(finished[0], out)
+def pretrained(go, tmp_path_factory):
+    out = tmp_path_factory.mktemp("pretrained") / "run"
+    assert set(go(out, PRETRAINED)[1]) == {"ce", "loss"}, "plain text needs no verifier"
     return out
 
 
-def student_of(run):
-    """The student of a run's checkpoint."""
-    values = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
-    student = DraftModel(DraftModelConfig(**values | {"layers": tuple(values["layers"])}))
-    state = load_checkpoint(run)["objective"]
-    student.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in state.items()})
-    return student.eval()
+@pytest.fixture(scope="module")
+def steered(go, pretrained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("steered") / "run"
+    go(out, STEERED, start=pretrained)
+    return out
 
 
-def test_the_divergence_falls(verifier_folder, prose, tmp_path):
-    report = KillAfter()
-    go(verifier_folder, prose, tmp_path / "run", replace(RECIPE, steps=60, evaluate_every=60), report)
-    first, last = ([report.losses[step]["kl"] for step in steps] for steps in (range(1, 6), range(56, 61)))
-    assert 0 < sum(last) < 0.8 * sum(first)
+@pytest.fixture(scope="module")
+def published(pretrained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("student") / "published"
+    publish_drafter(pretrained, out)
+    return out
 
 
-def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, prose, finished, tmp_path):
-    out, whole = finished
-    with pytest.raises(Killed):
-        go(verifier_folder, prose, tmp_path, report=KillAfter(step=7))
-    report = KillAfter()
-    assert go(verifier_folder, prose, tmp_path, report=report, resume=True) == 4
-    for step in range(5, 9):
-        assert report.losses[step] == pytest.approx(whole[step], rel=1e-4)
-    ours, theirs = (load_checkpoint(run)["objective"] for run in (tmp_path, out))
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+def weights_of(run):
+    return {name.removeprefix("drafter."): t for name, t in load_checkpoint(run)["objective"].items()}
 
 
-def test_progress_has_acceptance_of_every_depth(finished):
-    lines = read_progress(finished[0] / PROGRESS)
-    assert [line["step"] for line in lines] == [4, 8]
-    assert all(len(line["acceptance"]["prose"][name]) == DEPTHS for line in lines for name in ("top", "wide"))
-    assert lines[-1]["draft_logit_scale"] in DRAFT_LOGIT_SCALES
+def mean_divergence(losses, steps):
+    return sum(losses[step]["kl"] for step in steps) / len(steps)
 
 
-def test_a_published_student_has_8_bits_and_neither_embedding_nor_head(finished, published, verifier_folder):
-    stored = load_file(str(published / "model.safetensors"))
-    student = student_of(finished[0])
-    matrices = {name for name, tensor in student.state_dict().items() if tensor.dim() == 2}
+def test_a_student_and_steering_alone_lower_the_divergence(go, pretrained, tmp_path):
+    """The verifier is random, so its hidden states say little about the tokens to come."""
+    losses = go(tmp_path / "student", replace(DISTILLED, **LONG))
+    assert 0 < mean_divergence(losses, range(56, 61)) < 0.8 * mean_divergence(losses, range(1, 6))
+    frozen = replace(STEERED, **LONG, drafter=replace(STEERED.drafter, frozen=True))
+    losses = go(tmp_path / "steered", frozen, start=pretrained)
+    assert 0 < mean_divergence(losses, range(56, 61)) < 0.99 * mean_divergence(losses, range(1, 6))
+    before, after = weights_of(pretrained), weights_of(tmp_path / "steered")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_both_begin_with_the_pretrained_student_and_steering_that_does_nothing(go, pretrained, tmp_path):
+    """The first loss of both is the same: W_s is 0, and their text is the same."""
+    distilled, steered, fresh = (
+        go(tmp_path / name, replace(recipe, steps=1), start=start)[1]["kl"]
+        for name, recipe, start in (("a", DISTILLED, pretrained), ("b", STEERED, pretrained), ("c", DISTILLED, None))
+    )
+    assert distilled == pytest.approx(steered, rel=1e-5)
+    assert distilled != pytest.approx(fresh, rel=1e-3)
+
+
+def test_a_published_student_has_8_bits_and_neither_embedding_nor_head(pretrained, published, verifier_folder):
+    stored, trained = load_file(str(published / "model.safetensors")), weights_of(pretrained)
+    matrices = {name for name, tensor in trained.items() if tensor.dim() == 2}
     assert {name for name, tensor in stored.items() if tensor.dtype == torch.int8} == matrices
-    others = {"token_counts", "draft_vocabulary", *(f"{name}.scales" for name in matrices)}
-    assert set(stored) == set(student.state_dict()) | others
+    assert set(stored) == set(trained) | {"token_counts", "draft_vocabulary", *(f"{name}.scales" for name in matrices)}
     checkpoint = DrafterCheckpoint.open(published)
     config = checkpoint.configure(DraftModelConfig)
     assert (checkpoint.method, config.layers, config.draft_vocab_size) == ("draft_model", (0, 3), 300)
-    assert config.draft_logit_scale == read_progress(finished[0] / PROGRESS)[-1]["draft_logit_scale"]
+    (line,) = read_progress(pretrained / PROGRESS)
+    assert config.draft_logit_scale == line["draft_logit_scale"]
+    assert len(line["acceptance"]["prose"]["top"]) == DEPTHS
     objective = open_drafter(checkpoint, open_verifier(verifier_folder, "cpu"))
     for name, tensor in objective.drafter.state_dict().items():
-        assert (tensor - student.state_dict()[name]).abs().max() <= 0.01 * student.state_dict()[name].abs().max()
+        assert (tensor - trained[name]).abs().max() <= 0.01 * trained[name].abs().max()
     card = (published / "README.md").read_text(encoding="utf-8")
     assert "`redraft train student`" in card
     assert "has matrices in 8 bits" in card
+
+
+def test_a_published_steered_drafter_loads_as_it_was_trained(steered, verifier_folder, tmp_path):
+    training = publish_drafter(steered, tmp_path)
+    opened = DrafterCheckpoint.open(tmp_path)
+    assert (opened.method, opened.config["hidden_states"]) == ("steered", ["2", "1"])
+    objective = open_drafter(opened, open_verifier(verifier_folder, "cpu"))
+    for name, tensor in weights_of(steered).items():
+        assert (objective.drafter.state_dict()[name] - tensor).abs().max() <= 0.01 * tensor.abs().max()
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"It began with the drafter whose weights have the digest {training['start'][:12]}…." in card
+    assert "`redraft train steered`" in card
+    with pytest.raises(UsageError, match="is not a model of its own"):
+        publish_model(steered, tmp_path / "plain", open_verifier(verifier_folder, "cpu"), ())
 
 
 def plain_form(folder, out, verifier_folder):
@@ -132,13 +148,13 @@ def plain_form(folder, out, verifier_folder):
     return AutoModelForCausalLM.from_pretrained(str(out))
 
 
-def test_transformers_runs_the_plain_form(finished, verifier_folder, tmp_path):
-    model = plain_form(finished[0], tmp_path, verifier_folder)
+def test_transformers_runs_the_plain_form(pretrained, verifier_folder, tmp_path):
+    model = plain_form(pretrained, tmp_path, verifier_folder)
     assert model.config.num_hidden_layers == 2
     verifier = open_verifier(verifier_folder, "cpu")
     tokens = torch.randint(0, 400, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        hidden = student_of(finished[0])(verifier.model.get_input_embeddings()(tokens))
+        hidden = TrainedDrafter.open(pretrained).module.eval()(verifier.model.get_input_embeddings()(tokens))
         expected = hidden @ verifier.model.get_output_embeddings().weight.T
         assert torch.allclose(model(tokens).logits, expected, atol=1e-4)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o044
@@ -151,47 +167,67 @@ def test_transformers_runs_the_plain_form(finished, verifier_folder, tmp_path):
 
 
 def test_a_published_students_plain_form_has_its_8_bit_weights(published, verifier_folder, tmp_path):
-    model = plain_form(published, tmp_path, verifier_folder)
+    whole = plain_form(published, tmp_path, verifier_folder).state_dict()
     found = DraftModel(DrafterCheckpoint.open(published).configure(DraftModelConfig))
     DrafterCheckpoint.open(published).load(found)
-    whole = model.state_dict()
     assert all(torch.equal(whole[name], tensor) for name, tensor in found.state_dict().items())
 
 
-def test_a_plain_form_needs_the_verifier_of_the_training(finished, verifier_folder, tmp_path):
-    result = RUNNER.invoke(app, ["publish", str(finished[0]), "--out", str(tmp_path), "--format", "transformers"])
+def test_a_plain_form_needs_the_verifier_of_the_training(pretrained, verifier_folder, tmp_path):
+    result = RUNNER.invoke(app, ["publish", str(pretrained), "--out", str(tmp_path), "--format", "transformers"])
     assert isinstance(result.exception, UsageError)
     assert "needs the verifier's embedding" in result.exception.message
     other = replace(open_verifier(verifier_folder, "cpu"))
     other.__dict__["identity"] = replace(other.identity, weights=("other",))
     with pytest.raises(CheckpointError, match="was trained for another verifier"):
-        publish_model(finished[0], tmp_path, other, ())
+        publish_model(pretrained, tmp_path, other, ())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_way_to_begin_that_a_student_lacks_is_refused(verifier_folder, prose, tmp_path):
-    recipe = replace(RECIPE, drafter=replace(RECIPE.drafter, init="mtp"))
-    with pytest.raises(UsageError, match=r"drafter\.init = 'mtp' is not possible for draft_model"):
-        go(verifier_folder, prose, tmp_path, recipe)
+def test_a_run_may_begin_with_a_published_drafter_and_with_a_steered_one(go, pretrained, published, steered, tmp_path):
+    """As the paper's seventh epoch. Resuming needs no --start, but takes the same one only."""
+    again, run = replace(STEERED, steps=1), tmp_path / "again"
+    go(tmp_path / "from", again, start=published)
+    first, fresh = go(run, again, start=steered)[1]["kl"], go(tmp_path / "fresh", again)[1]["kl"]
+    assert first != pytest.approx(fresh, rel=1e-3)
+    for start in (None, steered):
+        go(run, again, start=start, resume=True)
+    with pytest.raises(TrainingError, match="began with another drafter; give the same --start"):
+        go(run, again, start=pretrained, resume=True)
 
 
-@pytest.mark.parametrize("name", ["student", "student-smollm2", "student-tiny"])
-def test_shipped_recipes_load_and_go_through_plain_values(name):
-    recipe = StudentRecipe.load(name)
-    assert StudentRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+def test_drafters_that_a_run_cannot_begin_with_are_refused_in_one_line(go, pretrained, steered, published, tmp_path):
+    def line(start, recipe=STEERED, **table):
+        with pytest.raises((CheckpointError, TrainingError, UsageError)) as caught:
+            go(tmp_path / "run", replace(recipe, drafter=replace(recipe.drafter, **table)), start=start)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "run").exists(), "nothing is written before"
+        return str(caught.value)
+
+    assert "it has layers = (0, 3), the recipe's drafter has layers = (0, 2); give" in line(pretrained, layers=(0, 2))
+    assert "reads hidden states 2, 1, expected 0" in line(steered, hidden_states=("0",))
+    assert "reads hidden states 2, 1, expected none" in line(steered, DISTILLED)
+    assert "is not a drafter: config.json cannot be read" in line(tmp_path / "absent")
+    assert "drafter.init = 'mtp' is not possible for draft_model" in line(None, DISTILLED, init="mtp")
+    values = json.loads((published / "config.json").read_text())
+    values["verifier"]["weights"] = ["0" * 64]
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(values))
+    (tmp_path / "published" / "model.safetensors").symlink_to(published / "model.safetensors")
+    assert "was trained for another verifier; give a --start" in line(tmp_path / "published")
+    other = find_training("lyanna").recipe(**{**SCHEDULE, "steps": 1}, self_text=PLAIN)
+    assert "is a drafter of another method than the recipe's" in line(pretrained, other)
 
 
-def test_the_command_is_student(verifier_folder, sources, tmp_path):
-    command = ["student", "--verifier", str(verifier_folder), "--data", f"prose={sources['prose']}"]
+def test_the_command_is_student(verifier_folder, prose, tmp_path):
+    command = ["student", "--verifier", str(verifier_folder), "--data", f"prose={prose['prose']}"]
     result = RUNNER.invoke(app, [*command, "--out", str(tmp_path), "--config", "lyanna"])
-    assert result.exit_code != 0
-    recipe = tmp_path / "small.toml"
-    recipe.write_text(
-        'method = "draft_model"\nbatch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nheld_out_every = 3\n'
-        "[self_text]\nrows = 4\nprompt_tokens = 6\nnew_tokens = 20\nheld_out_rows = 2\n",
-        encoding="utf-8",
-    )
-    run = tmp_path / "run"
+    assert isinstance(result.exception, UsageError)
+    result = RUNNER.invoke(app, [*command, "--out", str(tmp_path), "--steps", "2", "--epochs", "1"])
+    assert isinstance(result.exception, UsageError)
+    assert result.exception.message == "--steps and --epochs both give the length"
+    recipe, run = tmp_path / "small.toml", tmp_path / "run"
+    recipe.write_text(f'method = "draft_model"\n{SMALL}{SELF_TEXT}', encoding="utf-8")
     result = RUNNER.invoke(app, [*command, "--out", str(run), "--config", str(recipe), "--steps", "2", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads((run / "run.json").read_text())["config"]["layers"] == [0, 1, 2, 3]

@@ -8,7 +8,8 @@ import torch
 
 from redraft.errors import DataError
 from redraft.train.config import Recipe
-from redraft.train.text_batches import TextPlan, TextSet, text_batch
+from redraft.train.drafter_config import DrafterRecipe, SelfText
+from redraft.train.text_batches import TextPlan, WrittenText, text_batch
 from redraft.train.text_shards import Shards, pack, save_facts
 
 TEXTS = 60
@@ -37,6 +38,10 @@ def shard(number, count, states=True):
     return arrays
 
 
+def texts_in(folder, held_out_every, **fields):
+    return WrittenText(folder, DrafterRecipe(held_out_every=held_out_every, **fields), ("last",))
+
+
 @pytest.fixture
 def folder(tmp_path):
     for number in range(2):
@@ -53,16 +58,18 @@ def test_a_text_is_trained_on_or_held_out_with_all_answers_to_its_prompt(tmp_pat
         for name, array in arrays.items()
     }
     Shards(tmp_path).add(0, twice)
-    texts = TextSet(tmp_path, 4, ("last",))
-    assert len(texts.training) + len(texts.held_out) == 2 * TEXTS
-    assert 0.1 < len(texts.held_out) / (2 * TEXTS) < 0.5
-    places = [{text.first % int(arrays["lengths"].sum()) for text in some} for some in (texts.training, texts.held_out)]
+    texts = texts_in(tmp_path, 4)
+    assert len(texts.training) + len(texts.held_out_texts) == 2 * TEXTS
+    assert 0.1 < len(texts.held_out_texts) / (2 * TEXTS) < 0.5
+    places = [
+        {text.first % int(arrays["lengths"].sum()) for text in some} for some in (texts.training, texts.held_out_texts)
+    ]
     assert not places[0] & places[1]
 
 
 def test_counts_and_sizes_are_of_answers_in_training(folder):
-    texts = TextSet(folder, 5, ("last",))
-    counts, sizes = texts.counts(50), texts.sizes()
+    texts = texts_in(folder, 5)
+    counts, sizes = texts.counts(50), {kind: found["tokens"] for kind, found in texts.facts().items()}
     assert counts.sum() == sum(kind["written"] for kind in sizes.values())
     assert sum(kind["texts"] for kind in sizes.values()) == len(texts.training)
     assert sum(kind["all"] for kind in sizes.values()) == sum(text.length for text in texts.training)
@@ -90,7 +97,7 @@ def test_a_batch_has_the_texts_their_starts_and_their_states():
 
 def test_an_epoch_has_every_text_once_in_batches_of_similar_lengths(folder, monkeypatch):
     monkeypatch.setattr("redraft.train.text_batches._SORTED", 4)
-    texts = TextSet(folder, 6, ("last",))
+    texts = texts_in(folder, 6)
     rows = 4
     batches = len(texts.training) // rows
     plan = TextPlan(texts, rows, seed=3)
@@ -103,7 +110,7 @@ def test_an_epoch_has_every_text_once_in_batches_of_similar_lengths(folder, monk
     spread = [int(batch.ends.max() - batch.ends.min()) for batch in orders[0]]
     every = [text.length for text in texts.training]
     assert np.mean(spread) < 0.6 * (max(every) - min(every))
-    again = TextPlan(TextSet(folder, 6, ("last",)), rows, seed=3)
+    again = TextPlan(texts_in(folder, 6), rows, seed=3)
     assert torch.equal(again.batch(batches + 1, Recipe()).tokens, orders[1][1].tokens)
     assert orders[0][0].states is not None
 
@@ -113,12 +120,12 @@ def _texts(batch):
 
 
 def test_held_out_batches_are_greedy_and_by_kind(folder):
-    held_out = TextSet(folder, 2, ("last",)).greedy_held_out(3, 2)
+    held_out = texts_in(folder, 2, self_text=SelfText(held_out_rows=3)).held_out(0)
     assert set(held_out) == set(KINDS)
     for kind, batches in held_out.items():
         assert sum(len(batch.kinds) for batch in batches) <= 3
         assert all(set(batch.kinds) == {kind} for batch in batches)
-    texts = TextSet(folder, 2, ("last",)).held_out
+    texts = texts_in(folder, 2).held_out_texts
     greedy = {
         tuple(text.shard.array("tokens")[text.first : text.first + text.length].tolist())
         for text in texts
@@ -130,19 +137,21 @@ def test_held_out_batches_are_greedy_and_by_kind(folder):
 
 def test_a_run_may_learn_from_sampled_answers_alone(folder):
     """What is held out stays the same."""
-    whole = TextSet(folder, 4, ("last",))
-    some = {answers: TextSet(folder, 4, ("last",), answers) for answers in ("greedy", "sampled")}
+    whole = texts_in(folder, 4)
+    some = {answers: texts_in(folder, 4, answers=answers) for answers in ("greedy", "sampled")}
     assert sum(len(texts.training) for texts in some.values()) == len(whole.training)
     assert {text.temperature for text in some["greedy"].training} == {0.0}
     assert {text.temperature for text in some["sampled"].training} == {1.0}
     for texts in some.values():
-        assert [(text.first, text.length) for text in texts.held_out] == [(t.first, t.length) for t in whole.held_out]
+        assert [(text.first, text.length) for text in texts.held_out_texts] == [
+            (t.first, t.length) for t in whole.held_out_texts
+        ]
     assert all(texts.digest == whole.digest for texts in some.values())
 
 
 def test_packed_texts_are_the_same_texts_without_states(folder, tmp_path):
     pack(folder, tmp_path / "packed")
-    whole, packed = (TextSet(path, 6, ("last",)) for path in (folder, tmp_path / "packed"))
+    whole, packed = (texts_in(path, 6) for path in (folder, tmp_path / "packed"))
     assert whole.digest == packed.digest
     assert [t.kind for t in whole.training] == [t.kind for t in packed.training]
     one, other = (TextPlan(texts, 4, 0).batch(2, Recipe()) for texts in (whole, packed))
@@ -153,6 +162,6 @@ def test_packed_texts_are_the_same_texts_without_states(folder, tmp_path):
 
 def test_texts_that_are_missing_or_too_few_are_refused(folder, tmp_path):
     with pytest.raises(DataError, match="has no texts to train on"):
-        TextSet(tmp_path / "absent", 4, ("last",))
+        texts_in(tmp_path / "absent", 4)
     with pytest.raises(DataError, match="fewer than the 99 of a batch"):
-        TextPlan(TextSet(folder, 4, ("last",)), 99, 0)
+        TextPlan(texts_in(folder, 4), 99, 0)

@@ -9,27 +9,28 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from redraft.cli.main import app
 from redraft.errors import DataError, TrainingError, UsageError
 from redraft.records import to_plain
 from redraft.train.data import load_corpus
-from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import train_drafter
-from redraft.train.drafter_text import WrittenText
 from redraft.train.objectives import find_training
 from redraft.train.objectives.decoder import SteeringTable
 from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.progress import ProgressReport
+from redraft.train.publish import publish_drafter
 from redraft.train.questions import ChatTurns, word_problems
-from redraft.train.states import run_verifier, states_of
+from redraft.train.text_batches import WrittenText
 from redraft.train.text_shards import PACKED, Shards, pack, split
 from redraft.train.verifier_model import open_verifier
 from redraft.train.write_text import TextRecipe, compute_states, write_text, written_tokens
+from tests.train.conftest import altered
+
+LyannaRecipe = find_training("lyanna").recipe
+SteeredRecipe = find_training("steered").recipe
 
 TEMPLATE = "{% for m in messages %}<q>{{ m.content }}</q>{% endfor %}<a>"
 RECIPE = TextRecipe(
@@ -61,15 +62,25 @@ def corpora(sources):
     }
 
 
+def write(verifier, *args):
+    """Write texts. The toy verifier hardly ever ends its own questions: any token may end them."""
+    turns = replace(ChatTurns.of(str(verifier.texts), verifier.ends), ends=frozenset(range(0, verifier.vocab_size, 3)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatTurns, "of", lambda folder, ends: turns)
+        write_text(verifier, *args)
+
+
 @pytest.fixture(scope="module")
 def asked(verifier, corpora, tmp_path_factory):
-    """Written texts. The toy verifier hardly ever ends its own questions: any token may end them."""
     out = tmp_path_factory.mktemp("texts")
-    with pytest.MonkeyPatch.context() as patch:
-        any_end = frozenset(range(0, verifier.vocab_size, 3))
-        honest = ChatTurns.of
-        patch.setattr(ChatTurns, "of", lambda folder, ends: replace(honest(folder, ends), ends=any_end))
-        write_text(verifier, corpora, RECIPE, out)
+    write(verifier, corpora, RECIPE, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def packed(asked, tmp_path_factory):
+    out = tmp_path_factory.mktemp("packed")
+    pack(asked, out)
     return out
 
 
@@ -87,37 +98,20 @@ def test_every_kind_is_answered_through_the_template(asked, verifier):
     assert set(written_tokens(Shards(asked))) == {"chat", "math", "prose"}
 
 
-def test_kept_states_are_the_verifiers(asked, verifier):
-    shard = next(iter(Shards(asked)))
-    lengths = shard.array("lengths")
-    first = torch.from_numpy(shard.array("tokens")[: lengths[0]].astype(np.int64))[None]
-    with torch.inference_mode():
-        expected = states_of(*run_verifier(verifier.model, first, ("last", "2")))
-    assert np.allclose(shard.array("hidden.2")[: lengths[0]], expected.hidden["2"][0], atol=1e-2)
-    assert np.allclose(shard.array("log_sum")[: lengths[0]], expected.log_sum[0], atol=1e-3)
-
-
 def test_writing_continues_after_an_interrupt_with_the_same_texts(asked, verifier, corpora, tmp_path):
     shutil.copytree(asked, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "shards" / "0001")
     written = []
-    turns = ChatTurns.of(str(verifier.texts), verifier.ends)
-    with pytest.MonkeyPatch.context() as patch:
-        any_end = frozenset(range(0, verifier.vocab_size, 3))
-        patch.setattr(ChatTurns, "of", lambda folder, ends: replace(turns, ends=any_end))
-        write_text(verifier, corpora, RECIPE, tmp_path / "again", lambda *line: written.append(line[:2]))
+    write(verifier, corpora, RECIPE, tmp_path / "again", lambda *line: written.append(line[:2]))
     assert written == [("texts", 2)]
     for one, other in zip(texts_of(asked), texts_of(tmp_path / "again"), strict=True):
         assert one.tolist() == other.tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "named"), [({"new_tokens": 9}, "recipe"), ({"texts": {"math": 8, "prose": 10}}, "recipe")]
-)
-def test_a_folder_of_another_recipe_is_refused_and_kept(asked, verifier, corpora, change, named):
+def test_a_folder_of_another_recipe_is_refused_and_kept(asked, verifier, corpora):
     before = sorted(path.name for path in asked.rglob("*"))
-    with pytest.raises(TrainingError, match=f"holds texts of a run that differs in its {named}"):
-        write_text(verifier, corpora, replace(RECIPE, **change), asked)
+    with pytest.raises(TrainingError, match="holds texts of a run that differs in its recipe"):
+        write_text(verifier, corpora, replace(RECIPE, new_tokens=9), asked)
     other = {**corpora, "prose": corpora["math"]}
     with pytest.raises(TrainingError, match="holds texts of a run that differs in its data"):
         write_text(verifier, other, RECIPE, asked)
@@ -152,44 +146,43 @@ def test_without_space_tokens_are_kept_alone_and_it_says_so(verifier, corpora, t
     assert "hidden.last" not in shard
 
 
-def test_states_of_packed_texts_are_computed_without_writing_again(asked, verifier, tmp_path):
-    pack(asked, tmp_path / "packed")
-    compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last",), rows=5)
-    kept = [np.concatenate([s.array(name) for s in Shards(folder)]) for folder in (asked, tmp_path / "states")
-            for name in ("tokens", "hidden.last", "log_sum")]  # fmt: skip
-    assert kept[0].tolist() == kept[3].tolist()
-    assert np.allclose(kept[1], kept[4], atol=1e-2)
-    assert np.allclose(kept[2], kept[5], atol=1e-3)
+def test_states_of_packed_texts_are_computed_without_writing_again(asked, packed, verifier, tmp_path):
+    """Those of all texts are the states that were kept in writing; of seven texts, they are the first ones."""
+    whole, few = tmp_path / "states", tmp_path / "few"
+    compute_states(verifier, packed, whole, ("last",), rows=5)
+    names = ("tokens", "hidden.last", "log_sum")
+    written, computed = ([np.concatenate([s.array(n) for s in Shards(f)]) for n in names] for f in (asked, whole))
+    assert written[0].tolist() == computed[0].tolist()
+    assert np.allclose(written[1], computed[1], atol=1e-2)
+    assert np.allclose(written[2], computed[2], atol=1e-3)
     done = []
-    compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last",), 5, lambda *line: done.append(line))
+    compute_states(verifier, packed, whole, ("last",), 5, lambda *line: done.append(line))
     assert not done
     with pytest.raises(TrainingError, match="differs in its hidden_states"):
-        compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("2",), rows=5)
-
-
-def test_states_of_the_first_texts_alone(asked, verifier, tmp_path):
-    pack(asked, tmp_path / "packed")
-    compute_states(verifier, tmp_path / "packed", tmp_path / "few", ("last",), rows=5, limit=7)
-    shards = list(Shards(tmp_path / "few"))
-    assert [len(shard.array("lengths")) for shard in shards] == [5, 2]
-    assert all(len(shard.array("kinds")) == len(shard.array("lengths")) for shard in shards)
-    Shards(tmp_path / "few").check_complete()
-    tokens = np.concatenate([shard.array("tokens") for shard in shards])
-    assert tokens.tolist() == np.concatenate([s.array("tokens") for s in Shards(asked)])[: len(tokens)].tolist()
+        compute_states(verifier, packed, whole, ("2",), rows=5)
+    compute_states(verifier, packed, few, ("last",), rows=5, limit=7)
+    assert [len(shard.array(name)) for shard in Shards(few) for name in ("lengths", "kinds")] == [5, 5, 2, 2]
+    Shards(few).check_complete()
+    tokens = np.concatenate([shard.array("tokens") for shard in Shards(few)]).tolist()
+    assert tokens == written[0].tolist()[: len(tokens)]
     with pytest.raises(TrainingError, match="differs in its texts"):
-        compute_states(verifier, tmp_path / "packed", tmp_path / "few", ("last",), rows=5, limit=8)
+        compute_states(verifier, packed, few, ("last",), rows=5, limit=8)
 
 
-def test_states_that_cannot_be_computed_are_refused_before_anything_is_written(asked, verifier, tmp_path, monkeypatch):
-    pack(asked, tmp_path / "packed")
+def test_states_that_cannot_be_computed_are_refused_before_anything_is_written(
+    asked, packed, verifier, verifier_folder, tmp_path, monkeypatch
+):
+    other, out = altered(verifier_folder, tmp_path / "other"), tmp_path / "states"
     with pytest.raises(UsageError, match=r"has no texts\.npz"):
-        compute_states(verifier, asked, tmp_path / "states", ("last",))
+        compute_states(verifier, asked, out, ("last",))
     with pytest.raises(UsageError, match="unknown hidden state 'first'"):
-        compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last", "first"))
-    assert not (tmp_path / "states").exists()
+        compute_states(verifier, packed, out, ("last", "first"))
+    with pytest.raises(UsageError, match="another verifier wrote the texts"):
+        compute_states(open_verifier(other, "cpu"), packed, out, ("last",))
+    assert not out.exists()
     limit_disk(monkeypatch, 100)
     with pytest.raises(TrainingError, match="is full"):
-        compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last",))
+        compute_states(verifier, packed, out, ("last",))
 
 
 def test_an_interrupted_folder_is_not_taken_for_whole(asked, chat_folder, tmp_path):
@@ -203,24 +196,19 @@ def test_an_interrupted_folder_is_not_taken_for_whole(asked, chat_folder, tmp_pa
             use()
 
 
-def test_a_run_says_which_hidden_states_the_texts_lack(asked, chat_folder, tmp_path, capsys):
+def test_a_run_says_which_hidden_states_the_texts_lack(asked, packed, chat_folder, tmp_path, capsys):
     """Silently computing them again would cost a run of the verifier at every step. Packed texts keep none."""
-    pack(asked, tmp_path / "packed")
     table = SteeringTable(layers=(0,), hidden_states=("2", "1"))
-    recipe = find_training("steered").recipe(
-        drafter=table, steps=1, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=1
-    )
-    for name, texts in (("some", asked), ("packed", tmp_path / "packed")):
+    recipe = SteeredRecipe(drafter=table, steps=1, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=1)
+    for name, texts in (("some", asked), ("packed", packed)):
         report = ProgressReport(Console(width=1000))
         train_drafter("steered", chat_folder, {}, tmp_path / name, recipe, texts=texts, report=report)
         lines = [line for line in capsys.readouterr().out.splitlines() if "hidden states" in line]
         assert len(lines) == (name == "some")
-    report = ProgressReport(Console(width=1000))
-    train_drafter("lyanna", chat_folder, {}, tmp_path / "last", drafter_recipe(), texts=asked, report=report)
-    assert "hidden states" not in capsys.readouterr().out
     lacking = WrittenText(asked, recipe, ("last", "2", "1")).computed_again
     assert lacking.startswith(f"{asked} keeps no hidden states 1: the verifier computes all states again")
     assert "`redraft train states PACKED --hidden-states last,2,1`" in lacking
+    assert not WrittenText(asked, recipe, ("last",)).computed_again
 
 
 def test_texts_inside_the_run_are_not_dropped(asked, chat_folder, tmp_path):
@@ -229,9 +217,8 @@ def test_texts_inside_the_run_are_not_dropped(asked, chat_folder, tmp_path):
 
 
 def test_questions_that_do_not_fit_the_verifier_are_left_out(verifier, corpora, tmp_path, monkeypatch):
-    lengths = sorted(
-        len(ChatTurns.of(str(verifier.texts), verifier.ends).ask(d)) for d in word_problems(corpora["math"].train)
-    )
+    turns = ChatTurns.of(str(verifier.texts), verifier.ends)
+    lengths = sorted(len(turns.ask(question)) for question in word_problems(corpora["math"].train))
     monkeypatch.setattr(verifier.config, "max_position_embeddings", lengths[2] + RECIPE.new_tokens)
     recipe = replace(RECIPE, texts={"math": 8}, hidden_states=())
     write_text(verifier, corpora, recipe, tmp_path / "out")
@@ -242,19 +229,15 @@ def test_questions_that_do_not_fit_the_verifier_are_left_out(verifier, corpora, 
 
 
 def drafter_recipe(**table):
-    return find_training("lyanna").recipe(
+    return LyannaRecipe(
         steps=4, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=2,
         drafter=LyannaTable(rank=4, chain=3, **table),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_drafter_learns_from_texts_and_drafts_its_vocabulary(asked, chat_folder, tmp_path, packed):
-    texts = asked
-    if packed:
-        texts = tmp_path / "packed"
-        pack(asked, texts)
-    run = tmp_path / "run"
+@pytest.mark.parametrize("folder", ["asked", "packed"])
+def test_a_drafter_learns_from_texts_and_drafts_its_vocabulary(chat_folder, tmp_path, folder, request):
+    texts, run = request.getfixturevalue(folder), tmp_path / "run"
     recipe = drafter_recipe(draft_vocabulary=90, gamma=0.5)
     assert train_drafter("lyanna", chat_folder, {}, run, recipe, texts=texts, checkpoint_every=2) == 4
     facts = json.loads((run / "data.json").read_text())
@@ -269,14 +252,9 @@ def test_a_drafter_learns_from_texts_and_drafts_its_vocabulary(asked, chat_folde
 
 def test_texts_of_another_verifier_are_refused(asked, verifier_folder, tmp_path):
     """Its hidden states and tokens are not those of this verifier."""
-    other = shutil.copytree(verifier_folder, tmp_path / "other")
-    tensors = load_file(str(other / "model.safetensors"))
-    save_file({name: t + 1 for name, t in tensors.items()}, str(other / "model.safetensors"), metadata={"format": "pt"})
+    other = altered(verifier_folder, tmp_path / "other")
     with pytest.raises(UsageError, match="another verifier wrote the texts"):
         train_drafter("lyanna", other, {}, tmp_path / "run", drafter_recipe(), texts=asked)
-    pack(asked, tmp_path / "packed")
-    with pytest.raises(UsageError, match="another verifier wrote the texts"):
-        compute_states(open_verifier(other, "cpu"), tmp_path / "packed", tmp_path / "states", ("last",))
 
 
 def test_resuming_with_other_texts_is_refused(asked, chat_folder, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redraft.train.text_shards import split
-from redraft.train.writer import Prompt, Writer
+from redraft.train.writer import Prompt, Writer, continue_greedily, write_rows
 from tests.export.models import config_of
 
 LENGTHS = (5, 2, 7, 3, 2)
@@ -109,3 +109,28 @@ def test_kept_states_are_those_of_one_pass_over_each_text(model):
         assert np.allclose(flat["log_sum"][row], logits.logsumexp(-1), atol=1e-3)
         assert np.allclose(flat["top_logits"][row], logits.topk(64).values, atol=2e-2)
         assert flat["top_ids"][row][:, 0].tolist() == logits.argmax(-1).tolist()
+
+
+def test_rows_beyond_one_batch_come_in_order_and_are_counted(model, monkeypatch):
+    monkeypatch.setattr("redraft.train.writer._ROWS_AT_ONCE", 2)
+    rows, seen = np.random.default_rng(0).integers(3, 97, (3, 5)), []
+    written = write_rows(model, rows, NEW, 0.0, 0, lambda done, of: seen.append((done, of)))
+    assert seen == [(2, 3), (3, 3)]
+    assert written.dtype == np.int64
+    assert written.tolist() == [alone(model, Prompt(tuple(row))) for row in rows.tolist()]
+    first, again, other = (write_rows(model, rows, NEW, 1.0, seed) for seed in (3, 3, 4))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert np.array_equal(write_rows(model, rows, NEW, 1e-4, 3), written)
+
+
+def test_prompts_of_any_length_continue_as_each_does_alone(model, monkeypatch):
+    """Rows are batched without padding, so a token taken too early or too late would change a text."""
+    monkeypatch.setattr("redraft.train.writer._ROWS_AT_ONCE", 3)
+    texts = [alone(model, prompt) for prompt in prompts()]
+    given = [prompt.tokens for prompt in prompts()]
+    assert continue_greedily(model, given, NEW, frozenset()) == texts
+    ends = frozenset([texts[0][5 + 3]])  # a token that the first text contains
+    cut = [alone(model, prompt, ends) for prompt in prompts()]
+    assert continue_greedily(model, given, NEW, ends) == cut
+    assert len(cut[0]) < len(texts[0])

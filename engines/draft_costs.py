@@ -9,15 +9,12 @@ the accepted share of their tokens is above c + (v - 1) / g, whatever the probab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from redraft import names
 from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.manifest import Manifest
 from redraft.engines.sizes import product_bytes
-from redraft.runtime.metrics import Metrics
 
 GOOD = 0.8
 """An acceptance to show the speed of: that of a small model of the verifier's own family on code or chat."""
@@ -54,34 +51,3 @@ def describe_cost(draft_cost: float, steps: int) -> str:
     best = max(improvement(GOOD, length, draft_cost) for length in range(1, steps + 1))
     most = f"; {100 * GOOD:.0f} % make decoding at most {best:.2f} times as fast" if best > 1 else ""
     return f"{read}: pays if more than {100 * least:.0f} % are accepted{most}"
-
-
-def measured(runs: Sequence[tuple[Metrics, Metrics]]) -> dict[str, float]:
-    """Return g, c and the share above which drafts pay, of pairs of plain and speculative runs; empty without drafts.
-
-    c is the time of all drafting over the tokens that were verified. Steps without a draft count as plain ones.
-    """
-    plain, other = (list(side) for side in zip(*runs, strict=True))
-    plain_ms = sum(map(_total_ms, plain)) / max(sum(metrics.num_steps for metrics in plain), 1)
-    drafts, drafted = (sum(getattr(m, name) for m in other) for name in ("num_spec_steps", "num_draft_tokens"))
-    if not drafts or not plain_ms:
-        return {}
-    drafting_ms = sum(metrics.stage_ms["draft"] + metrics.stage_ms["resample"] for metrics in other)
-    without = sum(metrics.num_steps - metrics.num_spec_steps for metrics in other)
-    verifying_ms = sum(map(_total_ms, other)) - drafting_ms - without * plain_ms
-    cost, length = drafting_ms / drafted / plain_ms, drafted / drafts
-    least = least_accepted(cost, length, verifying_ms / drafts / plain_ms)
-    return {"draft_length": length, "draft_cost": cost, "drafts_pay_above": least}
-
-
-def describe_measured(figures: Mapping[str, Any]) -> str:
-    """Return what `measured` found, in words, next to the share that was accepted."""
-    length, cost, least = (figures[name] for name in ("draft_length", "draft_cost", "drafts_pay_above"))
-    return (
-        f"drafts of {length:.1f} tokens, each {cost:.2f} times a plain step: they pay if more than "
-        f"{100 * max(least, 0):.0f} % are accepted; {100 * figures['draft_acceptance_rate']:.0f} % were"
-    )
-
-
-def _total_ms(metrics: Metrics) -> float:
-    return sum(metrics.stage_ms.values())

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from redraft import names
-from redraft.bench.compare import Run
+from redraft.bench.compare import Run, Totals
 from redraft.engines import Bundle
 from redraft.engines.manifest import DrafterRecord, Manifest
 from redraft.engines.recipes import load_recipe, recipe_names
@@ -29,65 +29,51 @@ def costs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str]) -> dict
 
     Drafts of which nothing was verified count too, so a method that seldom drafts has a high mean.
     """
-    sizes = [size for size in SIZES if size <= runtime.costs.largest]
-    verify: dict[int, list[float]] = {size: [] for size in sizes}
+    verify: dict[int, list[float]] = {size: [] for size in SIZES if size <= runtime.costs.largest}
     for _ in range(_ROUNDS):
-        for size in sizes:
-            verify[size].append(runtime.verifier.measure_ms(1, size, MEASURED_KV_LEN))
-    drafts = {}
-    for name in methods:
-        metrics = [run.generations[name].metrics for run in runs]
-        spent = sum(m.stage_ms["draft"] + m.stage_ms["resample"] for m in metrics)
-        drafts[name] = spent / max(sum(m.num_spec_steps for m in metrics), 1)
+        for size, times in verify.items():
+            times.append(runtime.verifier.measure_ms(1, size, MEASURED_KV_LEN))
+    totals = {name: Totals.of(run.generations[name] for run in runs) for name in methods}
     return {
         "kv_len": MEASURED_KV_LEN,
         "verify_ms": {str(size): median(times) for size, times in verify.items()},
-        "draft_ms": drafts,
+        "draft_ms": {name: one.drafting_ms / max(one.drafts, 1) for name, one in totals.items()},
     }
 
 
 def drafter_sizes(bundle: Bundle, methods: Sequence[str]) -> dict[str, Any]:
     """Return the size of every drafter of the bundle among the methods.
 
-    bytes:    of its own weights.   hidden_states: that it reads.   nodes, depth: of its largest tree.
-    products: see `_products`.   training: see `_training`.
+    bytes: of its own weights.   products: `matrix_products` by graph, none without onnx.   training: `training_of`.
     """
-    found = {}
+    sizes = {}
     for name in methods:
         record = bundle.manifest.drafters.get(name)
         if record is None:
             continue
         own = re.compile(rf"{re.escape(name)}(\.\w+)?")
         weights = {(ref.file, ref.offset): ref for ref in record.weights if own.fullmatch(Path(ref.file).stem)}
-        found[name] = {
+        sizes[name] = {
             "method": record.method, "bytes": sum(ref.length for ref in weights.values()),
             "hidden_states": list(record.hidden_states), "nodes": record.limits.nodes, "depth": record.limits.depth,
-            "products": _products(bundle.path, record), "training": _training(bundle.manifest, name),
+            "products": _products(bundle.path, record), "training": training_of(bundle.manifest, name),
         }  # fmt: skip
-    return found
+    return sizes
 
 
 def _products(folder: Path, record: DrafterRecord) -> dict[str, int]:
-    """Return multiply-accumulates with matrices of weights by role of a drafter's graphs, for one row a product.
-
-    A call drafts the graph's whole tree. One row a product is a chain without tokens to catch up on; a tree of w nodes
-    a level has up to w times as many. Attention's own products do not count. Graphs without such products are
-    left out, and all graphs if onnx is missing.
-    """
     if find_spec("onnx") is None:
         return {}
-    by_role = {
-        role: matrix_products(folder / graph.file)
-        for role, graph in record.graphs.items()
-        if not role.endswith((names.SINGLE, names.BATCH))
-    }
+    graphs = {role: graph for role, graph in record.graphs.items() if not role.endswith((names.SINGLE, names.BATCH))}
+    by_role = {role: matrix_products(folder / graph.file) for role, graph in graphs.items()}
     return {role: count for role, count in by_role.items() if count}
 
 
 def matrix_products(graph: Path) -> int:
     """Return multiply-accumulates of one row with each matrix of weights of an ONNX graph, that of each use.
 
-    A loop's or a branch's body counts once. Weights are not loaded.
+    A call drafts the graph's whole tree. One row a product is a chain without tokens to catch up on; a tree of w nodes
+    a level has up to w times as many. Attention's own products do not count. A loop's or a branch's body counts once.
     """
     import onnx
 
@@ -98,9 +84,8 @@ def matrix_products(graph: Path) -> int:
         shapes.update({tensor.name: tensor.dims for tensor in part.initializer})
         total = 0
         for node in part.node:
-            values = {attribute.name: attribute for attribute in node.attribute}
             if node.op_type == "MatMulNBits":
-                total += values["K"].i * values["N"].i
+                total += prod(attribute.i for attribute in node.attribute if attribute.name in ("K", "N"))
             elif node.op_type in _PRODUCTS and len(shapes.get(node.input[1], ())) == 2:
                 total += prod(shapes[node.input[1]])
             total += sum(count(one.g) for one in node.attribute if one.HasField("g"))
@@ -109,14 +94,10 @@ def matrix_products(graph: Path) -> int:
     return count(model.graph)
 
 
-def _training(manifest: Manifest, name: str) -> dict[str, Any] | None:
-    """Return a drafter's training steps, tokens and seconds from the folder that it was built from.
-
-    tokens, seconds: None if the folder does not have them. Returns None if the folder is no longer there, or has no
-    training.
-    """
-    places = [value.partition("=") for value in manifest.options]
-    folder = next((source.split(",")[0] for drafter, _, source in places if drafter == name and source), None)
+def training_of(manifest: Manifest, name: str) -> dict[str, Any] | None:
+    """Return a drafter's training steps, tokens and seconds from the folder that it was built from, if it has them."""
+    options = [value.partition("=") for value in manifest.options]
+    folder = next((source.split(",")[0] for drafter, _, source in options if drafter == name and source), None)
     if not folder and manifest.name in recipe_names():
         build = load_recipe(manifest.name).build
         folder = next((drafter.source for drafter in build.drafters if drafter.id == name), None)
