@@ -133,7 +133,7 @@ def merge_weights(model: ir.Model, folder: Path, file: str) -> int:
         if not stays:
             place = file, _bytes(copies)
             copies += parts
-        rows = sum(int(part.shape[0]) for part in parts)  # type: ignore[arg-type]
+        rows = sum(int(part.shape[0]) for part in parts)  # type: ignore[arg-type,misc]
         merged = ir.ExternalTensor(
             *place, _bytes(parts), first.dtype, name=f"{node.outputs[0].name}.merged", base_dir=folder,
             shape=ir.Shape([rows, *first.shape[1:]]),

@@ -98,7 +98,7 @@ class SuffixDrafter(LookupDrafter):
 
     def __init__(self, verifier: Verifier, options: SuffixOptions | None = None) -> None:
         super().__init__(verifier, options)
-        limits = self.options
+        limits: SuffixOptions = self.options
         self._context = limits.suffix_decoding_max_tree_depth - 1
         self._own_rates, self._stored_rates = Rates(), Rates()
         self.store: SuffixStore | None = None
@@ -187,7 +187,8 @@ class SuffixDrafter(LookupDrafter):
 
     def _most(self, length: int) -> int:
         """Return how many tokens may follow a context of `length` tokens. Only its last tokens may count."""
-        depth, factor = self._context + 1, self.options.suffix_decoding_max_spec_factor
+        depth: int = self._context + 1
+        factor: float = self.options.suffix_decoding_max_spec_factor
         used = min(length, max(int(depth / (1 + factor)), 1))
         return max(min(int(factor * used), depth - used), 1)
 
