@@ -47,7 +47,7 @@ from redraft.train.batches import Batch, BatchPlan
 from redraft.train.config import Recipe
 from redraft.train.data import SEPARATOR, data_digest, load_corpora, parse_sources
 from redraft.train.loop import load_checkpoint, refuse_run, train
-from redraft.train.objectives.chain_attention import ChainAttention
+from redraft.train.objectives.distillation import ChainAttention
 from redraft.train.objectives.multi_head import MultiHeadObjective
 from redraft.train.progress import ProgressReport
 from redraft.train.verifier_model import VerifierModel, open_verifier

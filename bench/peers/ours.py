@@ -8,8 +8,7 @@ from pathlib import Path
 
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError, PeerModel
 from redraft.engines import open_bundle
-from redraft.methods import NONE
-from redraft.methods.draft_model import METHOD
+from redraft.methods import NONE, checkpoint_method
 from redraft.runtime import Runtime, SamplingParams
 
 NAME = "redraft"
@@ -41,7 +40,7 @@ class Ours:
 def draft_model_of(bundle: Path) -> str:
     """Return the id of a bundle's draft model. Raises PeerError if it has none."""
     drafters = open_bundle(bundle).manifest.drafters
-    found = next((name for name, drafter in drafters.items() if drafter.method == METHOD.id), None)
+    found = next((name for name, drafter in drafters.items() if drafter.method == checkpoint_method()), None)
     if found is None:
         raise PeerError(f"{bundle} has no draft model", "build it with --drafter ID=CHECKPOINT")
     return found

@@ -15,7 +15,8 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from redraft.errors import UsageError
-from redraft.methods.suffix import METHOD, SuffixOptions
+from redraft.methods import find_method
+from redraft.methods.unbuilt import SuffixOptions
 from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter, moved
 from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixStore, SuffixTree
 from redraft.runtime.offers import Offer
@@ -93,7 +94,7 @@ class SuffixDrafter(LookupDrafter):
     Requests share learned rates. Only requests of one tenant share texts.
     """
 
-    method = METHOD
+    method = find_method("suffix")
 
     def __init__(self, verifier: Verifier, options: SuffixOptions | None = None) -> None:
         super().__init__(verifier, options)

@@ -1,34 +1,24 @@
-"""Training of drafters that are decoders of their own and begin with some of the verifier's layers: students.
-
-Methods are presets: a specification and a class of recipes, whose table derives from `StudentTable`.
-"""
+"""Training of drafters that are decoders of their own and begin with some of the verifier's layers: students."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
+from redraft.errors import UnsupportedModelError, UsageError
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
-from redraft.export.graph import decoder
+from redraft.export.graph.decoder import check_hidden_states
+from redraft.methods import Method, Row
 from redraft.train.batches import Batch
-from redraft.train.draft_columns import DraftColumns
-from redraft.train.drafter_config import DrafterRecipe, DrafterTable, Init
-from redraft.train.method import Method
-from redraft.train.objectives.decoder_drafter import (
-    DEPTHS,
-    DraftModelObjective,
-    LossWeights,
-    Offsets,
-    hidden_states_of,
-)
+from redraft.train.drafter_config import DrafterTable, Init
+from redraft.train.objectives.decoder_drafter import DEPTHS, DraftModelObjective, LossWeights, Offsets
+from redraft.train.training import Start, Training
 from redraft.train.verifier_model import VerifierModel
 
-T = TypeVar("T")
 _LAST = 3
 """Layers from the verifier's end in a student, by default; the first layer is before them."""
 
@@ -58,11 +48,9 @@ class SteeringTable(Offsets, StudentTable):
     """The table of a student with steering.
 
     hidden_states: the verifier's that steer it, the highest layer first; none means the paper's, 3, L/2 and L - 2.
-    frozen:        True to train steering alone (the paper's ablation).
     """
 
     hidden_states: tuple[str, ...] = ()
-    frozen: bool = False
 
     def __post_init__(self) -> None:
         StudentTable.__post_init__(self)
@@ -87,42 +75,8 @@ def _states(table: StudentTable, verifier: VerifierModel) -> tuple[str, ...]:
     """Return the hidden states that steer a student of this table; none without steering."""
     if not isinstance(table, SteeringTable):
         return ()
-    decoder.check_hidden_states(table.hidden_states, verifier.layers)
+    check_hidden_states(table.hidden_states, verifier.layers)
     return table.hidden_states or high_middle_low(verifier.layers)
-
-
-def configure(recipe: Any, verifier: VerifierModel) -> DraftModelConfig:
-    """Return the student's configuration. Raises UsageError if the verifier has no such layers or vocabulary.
-
-    Raises UnsupportedModelError naming a layer that takes no steering.
-    """
-    table: StudentTable = recipe.drafter
-    layers = table.layers or default_layers(verifier.layers)
-    try:
-        states = _states(table, verifier)
-        config = configuration_of(verifier.config, verifier.vocab_size, layers, table.draft_vocabulary, states)
-    except (CheckpointError, UsageError) as error:
-        raise UsageError(f"the recipe's drafter table: {error.message}", "change the recipe") from None
-    if states:
-        with torch.device("meta"):
-            DraftModel(config)
-    return config
-
-
-def objective(
-    model: Any, config: DraftModelConfig, recipe: Any, vocabulary: DraftColumns, compile_graph: bool
-) -> DraftModelObjective:
-    """Return the loss of a recipe."""
-    table: StudentTable = recipe.drafter
-    weights = _part(LossWeights, table)
-    if not isinstance(table, SteeringTable):
-        return DraftModelObjective(model, config, weights, vocabulary, compile_graph)
-    return DraftModelObjective(model, config, weights, vocabulary, compile_graph, _part(Offsets, table), table.frozen)
-
-
-def _part(kind: type[T], table: Any) -> T:
-    """Return the fields of a table that are those of another class."""
-    return kind(**{one.name: getattr(table, one.name) for one in fields(kind)})  # type: ignore[arg-type]
 
 
 def start_from_layers(student: DraftModel, verifier: VerifierModel, _: Iterable[Batch]) -> None:
@@ -156,11 +110,33 @@ def with_embedding_and_head(student: DraftModel, verifier: VerifierModel) -> Pre
     return student.whole(embedding.weight, head.weight)
 
 
-def method_of(
-    recipe: type[DrafterRecipe], whole: Callable[[Any, VerifierModel], PreTrainedModel] | None = None
-) -> Method:
-    """Return how to train a method.   recipe: whose table is a StudentTable.   whole: see `Method`."""
-    return Method(
-        recipe, DraftModelConfig, DraftModel, configure, objective, lambda config, recipe: DEPTHS,
-        {"layers": start_from_layers}, hidden_states_of, storage="int8", whole=whole,
-    )  # fmt: skip
+class StudentTraining(Training):
+    """The training of the family. A method with hidden states has steering."""
+
+    config, drafter, loss = DraftModelConfig, DraftModel, DraftModelObjective
+    starts: ClassVar[Mapping[str, Start]] = {"layers": start_from_layers}
+
+    def __init__(self, method: Method[Any], row: Row) -> None:
+        super().__init__(method, row)
+        self.table = SteeringTable if method.hidden_states else StudentTable
+        self.whole = None if method.hidden_states else with_embedding_and_head
+
+    def configuration(self, table: StudentTable, verifier: VerifierModel) -> DraftModelConfig:
+        """Return the student's configuration. Raises CheckpointError if the verifier has no such layers or vocabulary.
+
+        Raises UnsupportedModelError naming a layer that takes no steering.
+        """
+        layers = table.layers or default_layers(verifier.layers)
+        states = _states(table, verifier)
+        config = configuration_of(verifier.config, verifier.vocab_size, layers, table.draft_vocabulary, states)
+        if states:
+            with torch.device("meta"):
+                DraftModel(config)
+        return config
+
+    def lookahead(self, config: DraftModelConfig, table: StudentTable) -> int:
+        """Return the depths at which acceptance is measured."""
+        return DEPTHS
+
+
+TRAINING = StudentTraining

@@ -1,11 +1,11 @@
-"""Training of drafters that predict features: their recipes, shapes and initial weights. Methods are presets of it."""
+"""Training of drafters that predict features: their recipes, shapes and initial weights. Each method is a row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, make_dataclass
 from math import inf
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
 from torch import nn
@@ -13,18 +13,15 @@ from torch import nn
 from redraft.errors import UsageError
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
 from redraft.export.drafters.layer import renamed, with_sizes
-from redraft.methods.base import Method as Specification
+from redraft.methods import Method, Row
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
-from redraft.train.draft_columns import DraftColumns
-from redraft.train.drafter_config import DrafterRecipe, LayerTable
+from redraft.train.drafter_config import LayerTable
 from redraft.train.fitted_projections import fit_projections
-from redraft.train.method import Method
-from redraft.train.objectives.feature_drafter import FeatureObjective, LossSettings, hidden_states_of
+from redraft.train.objectives.feature_drafter import FeatureObjective, LossSettings
 from redraft.train.states import TOP_LOGITS
+from redraft.train.training import Start, Training
 from redraft.train.verifier_model import VerifierModel
-
-HiddenStates = Callable[[int], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,52 +51,14 @@ class FeatureTable(LossSettings, LayerTable):
             raise UsageError("drafter: no loss of tokens", "set soft, hard, greedy, or top and top_weight")
 
 
-def last_alone(layers: int) -> tuple[str, ...]:
-    """Return the last hidden state, whatever the number of layers."""
-    return (LAST_HIDDEN_STATE,)
+def low_middle_high(layers: int) -> tuple[str, ...]:
+    """Return the inputs of layers 2, L / 2 and L - 3, as EAGLE-3's drafters were published; of few layers, the first.
 
-
-def method_of(
-    specification: Specification[Any], form: Mapping[str, Any], hidden_states: HiddenStates = last_alone, **loss: Any
-) -> Method:
-    """Return how to train a method.
-
-    form: of `FeatureConfig`.   hidden_states: by the verifier's number of layers.   loss: defaults of the recipe's
-    table, so that a recipe that several methods share leaves each method its own.
+    Name `3` is the output of the layer with index 3.
     """
-    kinds = get_type_hints(FeatureTable)
-    own = [(name, kinds[name], field(default=value)) for name, value in loss.items()]
-    table_class: Any = make_dataclass("FeatureTable", own, bases=(FeatureTable,), frozen=True)
-    fields_of_recipe = [
-        ("method", str, field(default=specification.id)),
-        ("drafter", table_class, field(default_factory=table_class)),
-    ]
-    recipe_class: Any = make_dataclass("FeatureRecipe", fields_of_recipe, bases=(DrafterRecipe,), frozen=True)
-
-    def configure(recipe: Any, verifier: VerifierModel) -> FeatureConfig:
-        """Return the drafter's configuration. Sizes of 0 in the recipe become the verifier's."""
-        table = recipe.drafter
-        return with_sizes(
-            FeatureConfig, verifier.config, verifier.vocab_size,
-            intermediate_size=table.intermediate_size, heads=table.heads,
-            kv_heads=table.kv_heads, head_dim=table.head_dim, fusion_size=table.fusion_size,
-            guides=table.guides, draft_vocab_size=table.draft_vocabulary, hidden_states=hidden_states(verifier.layers),
-            **{**form, **{name: value for name in ("fusion", "outputs") if (value := getattr(table, name))}},
-        )  # fmt: skip
-
-    return Method(
-        recipe_class, FeatureConfig, FeatureDrafter, configure, _objective,
-        lambda config, recipe: FeatureObjective.lookahead_of(recipe.drafter.passes), {"features": start_from_features},
-        hidden_states_of, storage="int8", schedule="features",
-    )  # fmt: skip
-
-
-def _objective(
-    model: Any, config: FeatureConfig, recipe: Any, vocabulary: DraftColumns, compile_graph: bool
-) -> FeatureObjective:
-    """Return the loss of a recipe."""
-    settings = LossSettings(**{one.name: getattr(recipe.drafter, one.name) for one in fields(LossSettings)})
-    return FeatureObjective(model, config, settings, vocabulary, compile_graph)
+    found = (1, layers // 2 - 1, layers - 4)
+    distinct = found[0] < found[1] < found[2] < layers
+    return tuple(map(str, found if distinct else range(min(layers, len(found)))))
 
 
 def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
@@ -153,3 +112,36 @@ def _beside(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
     if tensor.dim() == 2 and len(shape) == 2 and tensor.shape[0] == shape[0] and tensor.shape[1] < shape[1]:
         return torch.nn.functional.pad(tensor, (shape[1] - tensor.shape[1], 0))
     return tensor.clone() if tensor.shape == shape else None
+
+
+class FeatureTraining(Training):
+    """The training of the family. A row has the form of its drafters, and the defaults of its table.
+
+    A recipe that several methods share thus leaves each method its own loss.
+    """
+
+    config, drafter, loss = FeatureConfig, FeatureDrafter, FeatureObjective
+    starts: ClassVar[Mapping[str, Start]] = {"features": start_from_features}
+    schedule = "features"
+
+    def __init__(self, method: Method[Any], row: Row) -> None:
+        super().__init__(method, row)
+        kinds = get_type_hints(FeatureTable)
+        own = [(name, kinds[name], field(default=value)) for name, value in row.loss.items()]
+        self.table = make_dataclass("MethodTable", own, bases=(FeatureTable,), frozen=True)
+
+    def configuration(self, table: FeatureTable, verifier: VerifierModel) -> FeatureConfig:
+        """Return the drafter's configuration. Sizes of 0 in the table become the verifier's."""
+        chosen = {name: value for name in ("fusion", "outputs") if (value := getattr(table, name))}
+        states = low_middle_high(verifier.layers) if self.row.states == "low_middle_high" else (LAST_HIDDEN_STATE,)
+        return with_sizes(
+            FeatureConfig, verifier.config, verifier.vocab_size, **table.sizes, fusion_size=table.fusion_size,
+            guides=table.guides, hidden_states=states, **{**self.row.form, **chosen},
+        )  # fmt: skip
+
+    def lookahead(self, config: FeatureConfig, table: FeatureTable) -> int:
+        """Return the tokens that a text needs after a draft's start."""
+        return FeatureObjective.lookahead_of(table.passes)
+
+
+TRAINING = FeatureTraining

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -16,117 +15,120 @@ import torch
 from torch import nn
 
 from redraft import names
-from redraft.config import Precision
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.checkpoint.loading import LoadedTensors, check_finite, load_tensors
 from redraft.export.checkpoint.model_config import decoder_shape
-from redraft.export.checkpoint.sources import AnySource, DrafterSource, RandomSource, Source
-from redraft.export.checkpoint.weight_files import STORED, Progress, no_progress
-from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
+from redraft.export.checkpoint.sources import AnySource, DrafterSource, Source
+from redraft.export.drafters import ExportedDrafter
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, TokenData
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, sizes_of
-from redraft.export.drafters.draft_graph import (
-    Sampling,
-    check_fit,
-    drafter_precision,
+from redraft.export.drafters.draft_graph import Sampling
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
+from redraft.export.drafters.exporter import Exporter
+from redraft.export.drafters.level_tree import likeliest, rank_log_probs
+from redraft.export.drafters.steering import SteerGraph, Steering, steer
+from redraft.export.drafters.writing import (
+    Target,
     empty_module,
     examples,
-    likeliest,
     parameter_shapes,
-    rename,
+    random_source,
     stem,
+    write_graph,
     write_tables,
 )
-from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
-from redraft.export.drafters.steering import Steering, steer
-from redraft.export.drafters.steering_graph import parameters_of, write_steering
 from redraft.export.graph import passes, tracing
 from redraft.export.graph.attention import LayerRecorder
-from redraft.export.graph.decoder import TracedDecoder, finish, trace_decoder
+from redraft.export.graph.decoder import TracedDecoder, trace_decoder
 from redraft.export.reference import first_layers
-from redraft.export.verifier import VerifierExport
-from redraft.export.weights import place
 from redraft.methods.base import Method
-from redraft.methods.chains import DRAWN_LOG_PROB, draft_vocabulary_tables
-from redraft.methods.decoder import DecoderBuild, DecoderShape, draft_inputs, draft_outputs
-from redraft.names import DRAFT, WeightRef
+from redraft.methods.chains import draft_vocabulary_tables
+from redraft.methods.decoder import (
+    DecoderBuild,
+    DecoderShape,
+    draft_inputs,
+    draft_outputs,
+    steer_inputs,
+    steer_outputs,
+)
+from redraft.names import STEER, WeightRef
 from redraft.signatures import VerifierShape
 
 RANDOM_LAYERS = 4
 """Layers of a drafter with random weights."""
 
 
-def exporter_of(method: Method[DecoderShape]) -> Exporter:
-    """Return the exporter of a method."""
+class DecoderExporter(Exporter[DraftModelConfig]):
+    """The exporter of the family. A method with hidden states has steering."""
 
-    def configure(drafter: DrafterCheckpoint, options: DecoderBuild) -> DraftModelConfig:
+    config, module = DraftModelConfig, DraftModel
+
+    def configure(self, drafter: DrafterCheckpoint, options: DecoderBuild) -> DraftModelConfig:
         """Return a drafter's configuration. Raises CheckpointError if only one of drafter and method has steering."""
-        settings = drafter.configure(DraftModelConfig)
-        if settings.hidden_states and not method.hidden_states:
+        config, method = super().configure(drafter, options), self.method
+        if config.hidden_states and not method.hidden_states:
             raise CheckpointError(
                 f"{drafter.path} has steering, which {method.id} does not read", f"leave out method={method.id}"
             )
-        if method.hidden_states and not settings.hidden_states:
+        if method.hidden_states and not config.hidden_states:
             raise CheckpointError(
                 f"{drafter.path} is a drafter of {drafter.method}: it has no steering",
                 f"train it on with `redraft train {method.command} --start {drafter.path}`",
             )
-        return settings
+        return config
 
-    def trained(
-        name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
-        options: DecoderBuild, progress: Progress = no_progress,
-    ) -> ExportedDrafter:  # fmt: skip
-        """Write the graphs of a drafter that was trained for this verifier, with its embedding and rows of its head.
-
-        Raises CheckpointError if it belongs to another verifier or method, or does not load.
-        """
-        settings = configure(drafter, options)
-        check_fit(drafter, settings, verifier, identity)
-        module = empty_module(lambda: DraftModel(settings), verifier.shape.dtype)
-        source, data = drafter.open_weights(parameter_shapes(module), stem(name))
+    def write(
+        self, target: Target, config: DraftModelConfig, module: nn.Module, source: AnySource, tokens: TokenData
+    ) -> ExportedDrafter:
+        """Write the graphs of a trained drafter, with the verifier's embedding and rows of its head."""
         own = _Own(
-            Architecture.of(settings.transformers), source=source, draft_logit_scale=settings.draft_logit_scale,
-            hidden_states=settings.hidden_states,
+            Architecture.of(config.transformers), source=source, draft_logit_scale=config.draft_logit_scale,
+            hidden_states=config.hidden_states,
         )  # fmt: skip
-        vocabulary = DraftVocabulary.of(data, settings.limited(options.draft_vocabulary))
-        return _export(name, method, own, vocabulary, verifier, out, options, progress)
+        return self._write(target, own, DraftVocabulary.of(tokens, config.limited(target.options.draft_vocabulary)))
 
-    def random(
-        name: str, configuration: Any, verifier: VerifierExport, out: Path, options: DecoderBuild,
-        progress: Progress = no_progress,
-    ) -> ExportedDrafter:  # fmt: skip
+    def random(self, target: Target, verifier: Any) -> ExportedDrafter:
         """Write the graphs of RANDOM_LAYERS layers with random weights for a verifier of this configuration."""
-        layers = min(RANDOM_LAYERS, decoder_shape(configuration.get_text_config(decoder=True)).layers)
-        own = _Own(Architecture.of(first_layers(configuration, layers)), hidden_states=method.hidden_states)
-        tokens = verifier.shape.vocabulary
-        vocabulary = DraftVocabulary.of(_all_tokens(tokens), min(options.draft_vocabulary or tokens, tokens))
-        return _export(name, method, own, vocabulary, verifier, out, options, progress)
+        layers = min(RANDOM_LAYERS, decoder_shape(verifier.get_text_config(decoder=True)).layers)
+        own = _Own(Architecture.of(first_layers(verifier, layers)), hidden_states=self.method.hidden_states)
+        tokens = target.vocabulary
+        drafted = min(target.options.draft_vocabulary or tokens, tokens)
+        return self._write(target, own, DraftVocabulary.of(TokenData.uncounted(tokens), drafted))
 
-    def checkpoint(
-        name: str, checkpoint: AnyCheckpoint, verifier: VerifierExport, out: Path, options: DecoderBuild,
-        progress: Progress = no_progress,
-    ) -> ExportedDrafter:  # fmt: skip
-        """Write the graph of a plain checkpoint, by the id `name`, into `out`, next to the graph of its verifier.
+    def checkpoint(self, target: Target, checkpoint: AnyCheckpoint) -> ExportedDrafter:
+        """Write the graph of a plain checkpoint.
 
         The caller has compared the tokenizers. The logits have columns for the ids that both vocabularies have; the
         last row of the embedding stands for ids beyond it. Raises CheckpointError for too short a context, and like
         `export_verifier`.
         """
-        check_counted(name, options.draft_vocabulary, "a plain checkpoint")
+        check_counted(target.name, target.options.draft_vocabulary, "a plain checkpoint")
         architecture = Architecture.of(model_config.load_config(checkpoint))
-        text, tokens = architecture.text, verifier.shape.vocabulary
+        text, tokens = architecture.text, target.vocabulary
         loaded = load_tensors(checkpoint, architecture)
         text.tie_word_embeddings = loaded.tied
         check_finite(checkpoint)
-        own = _Own(architecture, checkpoint, loaded)
-        vocabulary = DraftVocabulary.of(_all_tokens(tokens), min(tokens, decoder_shape(text).vocabulary))
-        return _export(name, method, own, vocabulary, verifier, out, options, progress)
+        own, drafted = _Own(architecture, checkpoint, loaded), min(tokens, decoder_shape(text).vocabulary)
+        return self._write(target, own, DraftVocabulary.of(TokenData.uncounted(tokens), drafted))
 
-    return Exporter(configure, trained, random, checkpoint if method.takes_checkpoints else None)
+    def _write(self, target: Target, own: _Own, vocabulary: DraftVocabulary) -> ExportedDrafter:
+        target.progress("trace drafter", 0, 1)
+        shape, traced, steering = _traced(target, self.method, own, len(vocabulary.tokens))
+        source, new_names = _source(target, own, traced, steering, vocabulary)
+        passes.simplify(traced.model)
+        shared = target.verifier.weights if own.shares else ()
+        weights = write_graph(target, traced.model, new_names, source, shared=shared)
+        if steering is not None:
+            weights += _write_steering(target, steering, shape, source)
+        return ExportedDrafter(
+            shape, target.precision, weights, write_tables(target.name, vocabulary.tables(), target.out)
+        )
+
+
+EXPORTER = DecoderExporter
 
 
 @dataclass(frozen=True)
@@ -150,41 +152,22 @@ class _Own:
         return self.loaded is None
 
 
-def _all_tokens(tokens: int) -> TokenData:
-    return TokenData(torch.ones(tokens, dtype=torch.long))
-
-
-def _export(
-    name: str, method: Method[DecoderShape], own: _Own, vocabulary: DraftVocabulary, verifier: VerifierExport,
-    out: Path, options: DecoderBuild, progress: Progress,
-) -> ExportedDrafter:  # fmt: skip
-    precision = drafter_precision(options.precision, verifier)
-    progress("trace drafter", 0, 1)
-    shape, traced, steering = _traced(name, method, own, len(vocabulary.tokens), verifier, options)
-    source, new_names = _source(name, own, traced, steering, vocabulary, verifier, out, precision)
-    shared = verifier.weights if own.shares else ()
-    weights = _write(name, traced.model, source, new_names, shared, out, precision, progress)
-    if steering is not None:
-        weights += write_steering(name, steering, shape, source, out, precision, progress)
-    return ExportedDrafter(shape, precision, weights, write_tables(name, vocabulary.tables(), out))
-
-
 def _traced(
-    name: str, method: Method[DecoderShape], own: _Own, tokens: int, verifier: VerifierExport, options: DecoderBuild
+    target: Target, method: Method[DecoderShape], own: _Own, tokens: int
 ) -> tuple[DecoderShape, TracedDecoder, Steering | None]:
     """Trace the decoder for texts as long as the verifier's, with `tokens` rows of the head.
 
     Returns its steering too, without values.
     """
-    text, context = own.architecture.text, verifier.shape.max_positions
-    limits = sizes_of(name, text, context, verifier.shape.dtype)
+    text, context = own.architecture.text, target.verifier.shape.max_positions
+    limits = sizes_of(target.name, text, context, target.dtype)
     # Rows beyond the context: a call's padding, and drafted tokens that the verifier never sees.
     rows = replace(limits, max_positions=names.kv_rows(context + method.spare_rows) + 1)
     made: list[DecoderShape] = []
     steerings: list[Steering] = []
 
     def trace(network: nn.Module, recorded: LayerRecorder, found: VerifierShape) -> ir.Model:
-        shape = _shape(own, found, tokens, sum(steerings[0].sizes) if steerings else 0, verifier, options)
+        shape = _shape(target, own, found, tokens, sum(steerings[0].sizes) if steerings else 0)
         made.append(shape)
         decoder = tracing.VerifierModule(network, (), recorded)
         return _trace(_Graph(decoder, steerings[0] if steerings else None, shape, found.vocabulary), shape)
@@ -194,8 +177,8 @@ def _traced(
             _set_head(network, tokens)
         if states := len(own.hidden_states):
             sizes = steer(network.base_model, decoder_shape(text).layers)
-            width = verifier.shape.hidden
-            steerings.append(empty_module(lambda: Steering(width, states, sizes), verifier.shape.dtype))
+            width = target.verifier.shape.hidden
+            steerings.append(empty_module(lambda: Steering(width, states, sizes), target.dtype))
 
     traced = trace_decoder(own.architecture, rows, own.checkpoint, own.loaded, trace, change=change)
     return made[0], traced, steerings[0] if steerings else None
@@ -209,18 +192,16 @@ def _set_head(network: Any, tokens: int) -> None:
     network.set_output_embeddings(head.to_empty(device="cpu").requires_grad_(False))
 
 
-def _shape(
-    own: _Own, found: VerifierShape, tokens: int, steering: int, verifier: VerifierExport, options: DecoderBuild
-) -> DecoderShape:
+def _shape(target: Target, own: _Own, found: VerifierShape, tokens: int, steering: int) -> DecoderShape:
     return DecoderShape(
         layers=found.layers,
         hidden=found.hidden,
-        vocabulary=verifier.shape.vocabulary,
+        vocabulary=target.vocabulary,
         kv_heads=found.kv_heads,
         head_dim=found.head_dim,
-        steps=options.steps,
-        width=options.width,
-        nodes=options.tree_nodes,
+        steps=target.options.steps,
+        width=target.options.width,
+        nodes=target.options.tree_nodes,
         draft_vocabulary=tokens,
         draft_logit_scale=own.draft_logit_scale,
         dtype=found.dtype,
@@ -256,11 +237,9 @@ class _Graph(nn.Module):
             logits, *updates = decoder(token_ids, positions, tree_mask, cache_len, kv_len, output_rows, caches)
         if self._tokens > self._shape.vocabulary:
             logits = logits[..., : self._shape.vocabulary]
-        z = sampling.noisy(logits, tables) * sampling.scale[:, None, None]  # [B, R, H]
-        log_probs, columns = likeliest(z, self._shape.width)
+        log_probs, columns = likeliest(sampling.scaled(logits, tables), self._shape.width)  # [B, R, k]
         tokens = tracing.take(tables[-1], columns) if tables else columns
-        by_rank = torch.arange(1, self._shape.width + 1) * DRAWN_LOG_PROB
-        log_probs = torch.where(sampling.drawn[:, None, None] > 0, by_rank, log_probs)
+        log_probs = torch.where(sampling.drawn[:, None, None] > 0, rank_log_probs(self._shape.width), log_probs)
         return (tokens, log_probs, logits, *updates)
 
 
@@ -280,11 +259,10 @@ def _trace(graph: _Graph, shape: DecoderShape) -> ir.Model:
 
 
 def _source(
-    name: str, own: _Own, traced: TracedDecoder, steering: Steering | None, vocabulary: DraftVocabulary,
-    verifier: VerifierExport, out: Path, precision: Precision,
-) -> tuple[AnySource, dict[str, str]]:  # fmt: skip
+    target: Target, own: _Own, traced: TracedDecoder, steering: Steering | None, vocabulary: DraftVocabulary
+) -> tuple[AnySource, dict[str, str]]:
     """Return the source of both graphs' parameters, and the names in a bundle of the traced decoder's."""
-    mine = stem(name)
+    mine, verifier = stem(target.name), target.verifier
     new_names = {parameter: f"{mine}{parameter}" for parameter in traced.parameters}
     if not own.shares:
         assert own.checkpoint is not None
@@ -297,19 +275,24 @@ def _source(
     for shared in (traced.head, traced.embedding):
         shapes.pop(new_names[shared], None)
     if steering is not None:
-        shapes |= parameters_of(name, steering)
-    source = own.source or RandomSource.write(shapes, out, STORED[precision], f"{mine}random")
+        shapes |= parameter_shapes(steering, f"{mine}steering.")
+    source = own.source or random_source(target, shapes)
     return DrafterSource(DrafterSource(source, head) if head else source, verifier.source), new_names
 
 
-def _write(
-    name: str, model: ir.Model, source: AnySource, new_names: dict[str, str], shared: tuple[WeightRef, ...], out: Path,
-    precision: Precision, progress: Progress,
-) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Write the traced decoder's graph and its weights. Returns their places.   shared: those of the verifier."""
+def _write_steering(
+    target: Target, steering: Steering, shape: DecoderShape, source: AnySource
+) -> tuple[WeightRef, ...]:
+    """Trace and write the graph `steer` and its weights. Returns their places.
+
+    source: of the drafter's parameters, by their names in a bundle.
+    """
+    rows, dtype = torch.arange(tracing.TRACED_NODES).repeat(tracing.TRACED_BATCH, 1), tracing.TORCH[shape.dtype]
+    features = [torch.zeros(*rows.shape, shape.hidden, dtype=dtype) for _ in shape.hidden_states]
+    b, t = (torch.export.Dim(symbol, min=1) for symbol in ("B", "T"))
+    args, dynamic = (features, rows, rows[:, :1].clone()), ([{0: b, 1: t}] * len(features), {0: b, 1: t}, {0: b})
+    model = tracing.trace_graph(SteerGraph(steering), args, dynamic, steer_inputs(shape), steer_outputs(shape))
     passes.simplify(model)
-    rename(model, new_names)
-    refs = place(model, source, out, precision, progress, file=name, shared=shared)
-    finish(model)
-    ir.save(model, out / graph_file(name, DRAFT))
-    return refs
+    prefix = "steering."
+    new_names = {name: f"{stem(target.name)}{name}" for name in parameter_shapes(steering, prefix)}
+    return write_graph(target, model, new_names, source, STEER)
