@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import onnx_ir as ir
@@ -26,6 +27,7 @@ from redraft.export.drafters.writing import (
     write_tables,
     write_traced,
 )
+from redraft.export.graph import tracing
 from redraft.methods import Method, Row
 
 C = TypeVar("C", bound=DrafterConfig)
@@ -106,9 +108,11 @@ class DraftExporter(Exporter[C]):
     """Writes drafters with one draft graph, whose module a subclass wraps.
 
     logits:       output of the product with the head, which keeps the verifier's precision; "" for none.
+    translations: of the graph's operators to ONNX.
     """
 
     logits: ClassVar[str] = ""
+    translations: ClassVar[Mapping[Any, Any]] = tracing.TRANSLATIONS
 
     @abstractmethod
     def random_config(self, target: Target, verifier: Any) -> C:
@@ -150,4 +154,4 @@ class DraftExporter(Exporter[C]):
 
     def trace(self, graph: nn.Module, shape: Any) -> ir.Model:
         """Trace the draft graph."""
-        return trace_draft(graph, shape, self.method)
+        return trace_draft(graph, shape, self.method, self.translations)

@@ -94,19 +94,15 @@ class LevelTree:
         return best // self._width, self._columns[-1].gather(1, best)
 
     def whole(
-        self, root: torch.Tensor, nodes: int, tables: list[torch.Tensor], last: torch.Tensor | None = None
+        self, root: torch.Tensor, nodes: int, tables: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, parents and joint log probabilities of the best nodes, [B, K], likeliest first after the root.
 
         No candidate is better than its parent, so every parent is there too.
 
         root: tokens [B, 1].   tables: the token of each column is the last one; if there are none, it is the column.
-        last: how many levels count, [B]; the others' nodes are IMPOSSIBLE. None counts all.
         """
         columns, parents, joint = (torch.cat(levels, dim=1) for levels in (self._columns, self._parents, self._joint))
-        if last is not None:
-            levels = [level for level, found in enumerate(self._columns) for _ in range(found.shape[1])]
-            joint = torch.where(torch.tensor(levels) < last[:, None], joint, IMPOSSIBLE)
         order = (torch.cat(self._scores, dim=1) if self._static else joint).topk(nodes - 1, -1).indices
         if self._static:
             order = order.gather(1, joint.gather(1, order).topk(nodes - 1, -1).indices)

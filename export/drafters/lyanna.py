@@ -37,8 +37,8 @@ from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, Samp
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
-from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
-from redraft.export.drafters.lyanna_token_info import TokenInfo, make_tables, token_info_rows
+from redraft.export.drafters.lyanna_token_info import TokenInfo, make_tables
+from redraft.export.drafters.lyanna_token_tree import TRANSLATIONS, token_tree
 from redraft.export.drafters.writing import Target, examples, stem
 from redraft.export.graph import passes, tracing
 from redraft.export.graph.decoder import finish
@@ -119,6 +119,7 @@ class LyannaExporter(DraftExporter[LyannaConfig]):
 
     config, module = LyannaConfig, LyannaDrafter
     logits = names.CHAIN_LOGITS
+    translations = TRANSLATIONS
 
     def configure(self, drafter: DrafterCheckpoint, options: LyannaBuild) -> LyannaConfig:
         """Return the drafter's configuration. Raises like `lyanna_shape` for options that do not fit."""
@@ -180,7 +181,7 @@ class LyannaExporter(DraftExporter[LyannaConfig]):
         fixed: list[dict[int, Any]] = [{} for _ in tables]
         dynamic = ({0: b}, {0: b}, {0: b}, Sampling.dims(b), fixed)
         signature = self.method.graphs[names.RESAMPLE].signature(shape)
-        model = tracing.trace_graph(_Resample(shape), args, dynamic, *signature)
+        model = tracing.trace_graph(_Resample(shape), args, dynamic, *signature, TRANSLATIONS)
         passes.simplify(model)
         finish(model)
         return model
@@ -227,26 +228,21 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
 
 def _tree(
     shape: LyannaShape, logits: torch.Tensor, sampling: Sampling, roots: torch.Tensor, tables: list[torch.Tensor],
-    nodes: int, steps: torch.Tensor | None = None,
+    nodes: int, used: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return tokens, parents and log probabilities of trees rooted at the tokens `roots` [B] (Algorithm 1).
+    """Return tokens, parents and log probabilities of trees rooted at the tokens `roots` [B].
 
-    A level has the `width` most probable children of each expanded node, and its `width` most probable nodes expand.
-    A node's row of token information is its column in the logits. The noise of a position is the same after all nodes
-    of a level, so it is added to the logits of the step.
-
-    logits: of the steps, [B, S, H].   tables: those of `methods.lyanna.tables`.   steps: how many count, [B].
+    used: how many of the last steps to leave out, [B]; None for none.   tables: those of `methods.lyanna.tables`.
     """
-    pruned = shape.draft_vocabulary < shape.vocabulary
-    info, drafted = (tables[:-2], tables[-1:]) if pruned else (tables, [])
-    rows = (tracing.take(tables[-2], roots) if pruned else roots)[:, None]
-    noisy, scale = sampling.noisy(logits, drafted), sampling.scale[:, None, None]
-    tree = LevelTree(shape.width, sampling.drawn, rank_log_probs(shape.width))
-    for step in range(logits.shape[1]):
-        if step:
-            _, rows = tree.best()
-        tree.grow((noisy[:, step : step + 1] + token_info_rows(info, rows)) * scale)
-    return tree.whole(roots[:, None], nodes, drafted, steps)
+    pruned, left_out = shape.draft_vocabulary < shape.vocabulary, roots if used is None else used
+    info, rows = (tables[:-2], tracing.take(tables[-2], roots)) if pruned else (tables, roots)
+    noisy = sampling.noisy(logits, tables[-1:] if pruned else ())
+    columns, parents, log_probs = token_tree(
+        noisy, sampling.scale, sampling.drawn, left_out, rows, info, shape.width, nodes, used is None
+    )
+    if not pruned:
+        return columns, parents, log_probs
+    return torch.cat([roots[:, None], tracing.take(tables[-1], columns[:, 1:])], dim=1), parents, log_probs
 
 
 class _Draft(DraftGraph[LyannaDrafter]):
@@ -284,6 +280,6 @@ class _Resample(nn.Module):
         wanted = first_step[:, None] + torch.arange(steps - 1)
         wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # TensorRT's Clip takes floats only
         left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, H]
-        tree = _tree(self.shape, left, sampling, tokens, tables, nodes, steps - first_step)
+        tree = _tree(self.shape, left, sampling, tokens, tables, nodes, first_step - 1)
         sizes = [min(tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))

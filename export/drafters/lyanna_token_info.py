@@ -9,23 +9,20 @@ training plus 1. The paper leaves them without token information.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
 from redraft.export.checkpoint import weight_files
 from redraft.export.checkpoint.weight_files import Slabs
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
-from redraft.export.graph import tracing
 from redraft.methods.lyanna import LyannaShape, token_info_tables
-from redraft.methods.lyanna_token_info import FP8
 
 _SLAB_TOKENS = 1024
 _INT8_MAX = 127.0
@@ -47,18 +44,6 @@ class TokenInfo(nn.Module):
         """Return the numbers that tokens of these embeddings [..., n] add to logits, [..., H]."""
         added: torch.Tensor = self.norm(self.up(self.down(embeddings)))
         return added
-
-
-def token_info_rows(tables: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [B, R] of token information, float32 [B, R, H], from the tables without their index."""
-    values = F.embedding(rows, tables[0])
-    if len(tables) == 1:
-        return values.float()
-    if tables[1].shape[1] > 1:
-        return values @ tables[1]
-    # ONNX cannot compute with bytes of float8, so that each is looked up.
-    decoded = tracing.take(torch.tensor(FP8), values.to(torch.int32)) if values.dtype == torch.uint8 else values.float()
-    return decoded * F.embedding(rows, tables[1])
 
 
 def make_tables(

@@ -106,7 +106,9 @@ def random_source(target: Target, shapes: Mapping[str, tuple[int, ...]]) -> Rand
     return RandomSource.write(dict(shapes), target.out, STORED[target.precision], f"{stem(target.name)}random")
 
 
-def trace_draft(graph: nn.Module, shape: Any, method: Method[Any]) -> ir.Model:
+def trace_draft(
+    graph: nn.Module, shape: Any, method: Method[Any], translations: Mapping[Any, Any] = tracing.TRANSLATIONS
+) -> ir.Model:
     """Trace the graph of a draft that catches up on rows.
 
     graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, a `Sampling`, tables. Features
@@ -127,7 +129,7 @@ def trace_draft(graph: nn.Module, shape: Any, method: Method[Any]) -> ir.Model:
         [rows_of] * states if states > 1 else rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of,
         Sampling.dims(b), [{} for _ in tables],
     )  # fmt: skip
-    return tracing.trace_graph(graph, args, dynamic, *method.graphs[names.DRAFT].signature(shape))
+    return tracing.trace_graph(graph, args, dynamic, *method.graphs[names.DRAFT].signature(shape), translations)
 
 
 def write_traced(
