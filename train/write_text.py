@@ -127,7 +127,11 @@ def write_text(
             warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
             kept = ()
         written = Writer(verifier.model, turns.ends, recipe.new_tokens, kept).write(prompts[some], recipe.seed + index)
-        texts = {"tokens": written.tokens.astype(np.uint32), "lengths": written.lengths, "prompts": written.prompts}
+        texts: dict[str, NDArray[Any]] = {
+            "tokens": written.tokens.astype(np.uint32),
+            "lengths": written.lengths,
+            "prompts": written.prompts,
+        }
         about = {name: asked[name][some] for name in ("kinds", "temperatures")}
         shards.add(index, {**texts, **written.states, **about})
         progress("texts", index + 1, len(batches), int((written.lengths - written.prompts).sum()))
