@@ -160,7 +160,8 @@ check-types: install-dev typed-tree
 	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p $(CHECK)
 
 check-imports: install-dev typed-tree
-	cd $(TYPED) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --no-logo
+	cd $(TYPED) && for contracts in pyproject circles; do \
+	  PYTHONPATH=. $(abspath $(BIN))/lint-imports --config $(CURDIR)/$$contracts.toml --no-logo || exit 1; done
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -13,10 +13,10 @@ from redraft import signatures
 from redraft.assembly import tokenizers
 from redraft.assembly.drafter_graphs import write_drafter
 from redraft.assembly.drafters import native_drafter
-from redraft.assembly.models import Model, Report
+from redraft.assembly.models import Model
 from redraft.assembly.options import DEFAULT_TOKENS, BuildRequest
 from redraft.assembly.preflight import needs_of
-from redraft.assembly.progress import CHECK, DRAFTERS, WRITE, BuildProgress, expected_seconds
+from redraft.assembly.progress import CHECK, DRAFTERS, WRITE, BuildProgress, Report, expected_seconds
 from redraft.assembly.resolve import ResolvedBuild, Target, resolve, resolve_build, tool_versions
 from redraft.assembly.self_check import check_engines
 from redraft.assembly.verifier import SharedWork, write_measured
@@ -24,7 +24,6 @@ from redraft.config import RANDOM, BuildConfig
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, verifier_digest
 from redraft.engines.tensorrt.target import check_buildable
-from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.gguf.checkpoint import GgufCheckpoint
 from redraft.packages import package_version
 
@@ -122,26 +121,28 @@ def _build(build: ResolvedBuild, work: SharedWork, report: Report) -> Manifest:
 
 def _write_text(build: ResolvedBuild, folder: Path) -> tokenizers.SpecialTokens:
     """Put tokenizer and chat templates into `folder`; of a shape without any, a stand-in."""
+    from redraft.export.checkpoint.model_config import load_config
+
     checkpoint = build.checkpoint
+    if _stands_in(build):
+        vocabulary = load_config(checkpoint).get_text_config(decoder=True).vocab_size
+        return tokenizers.write_stand_in(folder, vocabulary)
     if not isinstance(checkpoint, GgufCheckpoint):
-        if build.config.random_weights and not tokenizers.has_tokenizer(checkpoint.path):
-            return tokenizers.write_stand_in(folder, _vocabulary(checkpoint))
         return tokenizers.write_text_files(checkpoint.path, folder)
     with tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
         checkpoint.write_text_files(Path(scratch))
         return tokenizers.write_text_files(Path(scratch), folder)
 
 
-def _vocabulary(checkpoint: AnyCheckpoint) -> int:
-    from redraft.export.checkpoint import model_config
-
-    return int(model_config.load_config(checkpoint).get_text_config(decoder=True).vocab_size)
+def _stands_in(build: ResolvedBuild) -> bool:
+    """Return True for a shape without a tokenizer. A GGUF file always has one."""
+    folder = not isinstance(build.checkpoint, GgufCheckpoint)
+    return build.config.random_weights and folder and not tokenizers.has_tokenizer(build.checkpoint.path)
 
 
 def _manifest(build: ResolvedBuild, traced: TracedVerifier, special: tokenizers.SpecialTokens) -> Manifest:
     """Return the manifest of a build, without graphs and digests."""
     checkpoint, config, shape = build.checkpoint, build.config, traced.decoder.shape
-    gguf = isinstance(checkpoint, GgufCheckpoint)
     return Manifest(
         name=build.model.name,
         build_key=build.key,
@@ -152,7 +153,7 @@ def _manifest(build: ResolvedBuild, traced: TracedVerifier, special: tokenizers.
             weights=build.weights,
             random_weights=config.random_weights,
             random_drafters=tuple(drafter.id for drafter in config.drafters if drafter.source == RANDOM),
-            stand_in_tokenizer=config.random_weights and not gguf and not tokenizers.has_tokenizer(checkpoint.path),
+            stand_in_tokenizer=_stands_in(build),
             inexact=checkpoint.inexact() if isinstance(checkpoint, GgufCheckpoint) else (),
         ),
         backend=config.backend,

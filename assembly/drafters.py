@@ -19,8 +19,10 @@ from redraft.methods import Method, built_methods, find_method, native_method
 
 if TYPE_CHECKING:
     from redraft.export.checkpoint.weight_files import Progress
-    from redraft.export.drafters import ExportedDrafter, NativeExporter
+    from redraft.export.drafters import ExportedDrafter
     from redraft.export.drafters.checkpoint import Identity
+    from redraft.export.drafters.exporter import Exporter
+    from redraft.export.drafters.writing import Target
     from redraft.export.verifier import VerifierExport
 
     Export = Callable[[VerifierExport, Path, Progress], ExportedDrafter]
@@ -90,7 +92,7 @@ def drafter_digests(drafters: Iterable[DrafterSettings], checkpoint: AnyCheckpoi
         if drafter.source == RANDOM:
             files = []
         elif drafter.source == NATIVE:
-            files = [checkpoint.path / file for file in _native(drafter).find(checkpoint).files]
+            files = [checkpoint.path / file for file in _native(drafter).find_native(checkpoint).files]
         elif drafter.path.suffix == SUFFIX:
             files = [drafter.path]
         else:
@@ -116,7 +118,7 @@ def open_drafter(
         return _native_drafter(drafter, checkpoint)
     if drafter.source == RANDOM:
         exporter = find_exporter(drafter.method.id)
-        return _opened(drafter, lambda name, *rest: exporter.random(name, model_config.load_config(checkpoint), *rest))
+        return _opened(drafter, lambda target: exporter.random(target, model_config.load_config(checkpoint)))
     check_layout(drafter.path, drafter.method.id)
     if recognise(drafter.path):
         return _published_drafter(drafter, checkpoint, identity)
@@ -126,16 +128,17 @@ def open_drafter(
 
 
 def _opened(
-    drafter: DrafterSettings, write: Callable[..., ExportedDrafter], states: tuple[str, ...] | None = None,
+    drafter: DrafterSettings, write: Callable[[Target], ExportedDrafter], states: tuple[str, ...] | None = None,
     description: str = "",
 ) -> OpenedDrafter:  # fmt: skip
-    """Return a drafter that `write` exports: of its id, VerifierExport, folder, options and progress.
+    """Return a drafter that `write` exports.
 
     states: the hidden states that it reads, if its checkpoint names them.
     """
+    from redraft.export.drafters.writing import Target
 
     def export(verifier: VerifierExport, folder: Path, progress: Progress) -> ExportedDrafter:
-        return write(drafter.id, verifier, folder, drafter.options, progress)
+        return write(Target(drafter.id, verifier, folder, drafter.options, progress))
 
     return OpenedDrafter(drafter.id, drafter.method, states or drafter.method.hidden_states, description, export)
 
@@ -145,11 +148,9 @@ def _native_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint) -> Open
     from redraft.export.drafters.draft_vocabulary import check_counted
 
     check_counted(drafter.id, drafter.options.draft_vocabulary, "a checkpoint's module")
-    native = _native(drafter)
-    found = native.find(checkpoint)
-    return _opened(
-        drafter, lambda name, *rest: native.export(name, checkpoint, *rest), found.hidden_states, found.description
-    )
+    exporter = _native(drafter)
+    found = exporter.find_native(checkpoint)
+    return _opened(drafter, lambda target: exporter.native(target, checkpoint), found.hidden_states, found.description)
 
 
 def _published_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identity: Identity) -> OpenedDrafter:
@@ -160,10 +161,10 @@ def _published_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, iden
     published, exporter = recognise(drafter.path), find_exporter(drafter.method.id)
     assert published is not None
 
-    def write(name: str, verifier: VerifierExport, *rest: Any) -> ExportedDrafter:
+    def write(target: Target) -> ExportedDrafter:
         with tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
             converted = convert(drafter.path, checkpoint, identity, Path(scratch))
-            return exporter.trained(name, converted, verifier, identity, *rest)
+            return exporter.trained(target, converted, identity)
 
     return _opened(drafter, write, read_states(drafter.path, checkpoint), published.description)
 
@@ -183,9 +184,9 @@ def _draft_model(drafter: DrafterSettings, checkpoint: AnyCheckpoint, config: Bu
     text, verifiers = (Architecture.of(load_config(model)).text for model in (own, checkpoint))
     sizes_of(drafter.id, text, verifier_shape(verifiers, config.max_model_len).max_positions)
     check_same_tokens(f"drafter {drafter.id}", drafter.path, Tokens.of(own), Tokens.of(checkpoint))
-    write = find_exporter(drafter.method.id).checkpoint
-    assert write is not None, "check_layout refuses other methods"
-    return _opened(drafter, lambda name, *rest: write(name, own, *rest))
+    exporter = find_exporter(drafter.method.id)
+    assert drafter.method.takes_checkpoints, "check_layout refuses other methods"
+    return _opened(drafter, lambda target: exporter.checkpoint(target, own))
 
 
 def _trained_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identity: Identity) -> OpenedDrafter:
@@ -201,31 +202,27 @@ def _trained_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identi
     opened.entries()  # refuses a truncated file
     opened.check_verifier(settings, shape.hidden, shape.vocabulary, identity)
 
-    def write(name: str, verifier: VerifierExport, *rest: Any) -> ExportedDrafter:
-        return exporter.trained(name, opened, verifier, identity, *rest)
-
-    return _opened(drafter, write, read_states(drafter.path, checkpoint))
+    states = read_states(drafter.path, checkpoint)
+    return _opened(drafter, lambda target: exporter.trained(target, opened, identity), states)
 
 
-def _native(drafter: DrafterSettings) -> NativeExporter:
-    """Return the functions for a drafter inside of the verifier's checkpoint. Raises UsageError for another method."""
+def _native(drafter: DrafterSettings) -> Exporter[Any]:
+    """Return the exporter of a drafter inside of the verifier's checkpoint. Raises UsageError for another method."""
     from redraft.export.drafters import find_exporter
 
-    if (found := find_exporter(drafter.method.id).native) is None:
+    if not drafter.method.native:
         raise UsageError(
             f"drafter {drafter.id}: no checkpoint has a drafter of {drafter.method.id} inside",
             f"leave out method=, or give method={native_method()}",
         )
-    return found
+    return find_exporter(drafter.method.id)
 
 
 def native_drafter(path: Path) -> str:
     """Return a line about the drafter inside of the checkpoint in `path`; empty if it has none. Imports torch."""
     from redraft.export.drafters import find_exporter
 
-    native = find_exporter(native_method()).native
-    assert native is not None
     try:
-        return native.find(open_checkpoint(path)).description
+        return find_exporter(native_method()).find_native(open_checkpoint(path)).description
     except CheckpointError:
         return ""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.assembly.package_files import fetch_package_file
+from redraft.assembly.progress import Report
 from redraft.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from redraft.engines.recipes import Recipe
 
-Report = Callable[[str], None]
-"""Receives one line of progress."""
 GGUF = ".gguf"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_SECONDS = 5

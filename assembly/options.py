@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from redraft.assembly.progress import Report
 from redraft.config import NATIVE, RANDOM, Backend, BuildConfig, DrafterBuild, Precision, TensorRtBuild
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
 
-Report = Callable[[str], None]
-"""Receives one line of progress."""
 NO_DRAFTER, ALL_DRAFTERS = "none", "all"
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 """A whole number. The method refuses one that is out of range."""

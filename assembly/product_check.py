@@ -19,7 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from redraft import names
-from redraft.assembly.scoring import bind_caches, fill_chain
+from redraft.assembly.quality import bind_caches, fill_chain
 from redraft.engines import Bundle, open_calls
 from redraft.engines.manifest import GraphRecord
 from redraft.errors import UnsupportedModelError
@@ -69,7 +69,7 @@ class _Product:
     @property
     def rows(self) -> int:
         """The number of all outputs."""
-        return max(outputs.stop for outputs in self.parameters.values())
+        return max(int(outputs.stop) for outputs in self.parameters.values())
 
 
 @dataclass(frozen=True)

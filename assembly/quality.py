@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.assembly.scoring import CHUNK_TOKENS, Scorer
+from redraft import names
 from redraft.config import Precision
-from redraft.engines import Bundle
+from redraft.engines import Bundle, open_calls
+from redraft.engines.calls import Call, Calls
 from redraft.engines.manifest import Quality
 from redraft.errors import UsageError
-from redraft.types import FloatArray
+from redraft.signatures import VerifierShape
+from redraft.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from redraft.export.quantization.calibrate import Calibration
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 FEWEST = 32
 """Tokens of a kind, if the context holds so many: figures of fewer say nothing, and choices follow from them."""
+CHUNK_TOKENS = 64
+"""Tokens of one call."""
 _SPARE = 1e-30
 
 
@@ -138,11 +142,10 @@ class Compared:
         """Compare logits [T, V]. targets: the next tokens, one fewer at the end of a text."""
         own, exact = _log_softmax(logits), _log_softmax(expected)
         rows, same = np.arange(len(targets)), logits.argmax(-1) == expected.argmax(-1)
-        losses, losses_fp32 = -own[rows, targets], -exact[rows, targets]
+        losses, losses_fp32 = (-one[rows, targets].astype(np.float64) for one in (own, exact))
         np.subtract(exact, own, out=own)
         np.exp(exact, out=exact)
-        figures = (losses, losses_fp32, np.einsum("tv,tv->t", exact, own))
-        return cls(*(figure.astype(np.float64) for figure in figures), same)
+        return cls(losses, losses_fp32, np.einsum("tv,tv->t", exact, own).astype(np.float64), same)
 
     @classmethod
     def joined(cls, chunks: Sequence[Compared]) -> Compared:
@@ -160,3 +163,46 @@ def _log_softmax(logits: FloatArray) -> FloatArray:
     shifted: FloatArray = logits - logits.max(-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True) + _SPARE)
     return shifted
+
+
+class Scorer:
+    """Runs the verifier over one sequence at a time, as a chain, in chunks of CHUNK_TOKENS."""
+
+    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+        self.max_model_len = bundle.manifest.max_model_len
+        self._engine = open_calls(bundle, names.VERIFIER, threads)
+        bind_caches(self._engine, bundle.manifest.shape, self.max_model_len)
+
+    def logits(self, token_ids: Sequence[int]) -> Iterator[FloatArray]:
+        """Yield logits after every token, a chunk [T, V] at a time. Each chunk overwrites the one before.
+
+        Raises ValueError if the sequence is longer than `max_model_len`.
+        """
+        if len(token_ids) > self.max_model_len:
+            raise ValueError(f"{len(token_ids)} tokens do not fit max_model_len {self.max_model_len}")
+        tokens = np.asarray(token_ids, np.int64)
+        for start in range(0, len(tokens), CHUNK_TOKENS):
+            chunk = tokens[start : start + CHUNK_TOKENS]
+            call = self._engine.prepare(B=1, T=len(chunk), R=len(chunk))
+            fill_chain(call, chunk, start)
+            call.run()
+            yield call.outputs[names.LOGITS][0]
+
+
+def bind_caches(calls: Calls, shape: VerifierShape, rows: int) -> None:
+    """Bind empty KV buffers of one sequence."""
+    for layer in range(shape.layers):
+        for cache in (names.key_cache(layer), names.value_cache(layer)):
+            calls.bind(cache, np.zeros((1, shape.kv_heads, rows, shape.head_dim), np.float32))
+
+
+def fill_chain(call: Call, tokens: IntArray, start: int) -> None:
+    """Set the inputs of one sequence: a chain of `tokens` from position `start`, with logits for every row."""
+    count = len(tokens)
+    call.inputs[names.TOKEN_IDS][0] = tokens
+    call.inputs[names.POSITIONS][0] = np.arange(start, start + count)
+    if names.TREE_MASK in call.inputs:  # a graph for chains has no tree mask
+        call.inputs[names.TREE_MASK][0] = np.tri(count, dtype=bool)
+    call.inputs[names.CACHE_LEN][0] = start
+    call.inputs[names.KV_LEN][0] = start + count
+    call.inputs[names.OUTPUT_ROWS][0] = np.arange(count)

@@ -15,12 +15,13 @@ import redraft.methods
 from redraft.assembly import tokenizers
 from redraft.assembly.drafters import DrafterSettings, OpenedDrafter, drafter_digests, open_drafter, settings_of
 from redraft.assembly.models import Model, find_model, find_recipe
-from redraft.assembly.options import BuildRequest, Report, choose_drafters, configurations, options_of
+from redraft.assembly.options import BuildRequest, choose_drafters, configurations, options_of
 from redraft.assembly.preflight import check_file, check_libraries, check_room
+from redraft.assembly.progress import Report
 from redraft.config import HALVES, BuildConfig
 from redraft.engines import BundleWriter
-from redraft.engines.cache import build_key, code_digests, is_current
-from redraft.engines.digests import DigestCache, text_digest
+from redraft.engines.check_record import is_current
+from redraft.engines.digests import DigestCache, build_key, code_digests, text_digest
 from redraft.engines.manifest import Manifest, load_manifest
 from redraft.engines.tensorrt.target import check_buildable
 from redraft.export.checkpoint.base import AnyCheckpoint

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from redraft.assembly.product_check import check_products
 from redraft.assembly.verifier import SharedWork, write_verifier
 from redraft.config import BuildConfig, Precision
 from redraft.engines import Bundle, open_host
@@ -60,6 +59,7 @@ def check_engines(
     precisions, and if memory cannot hold the fp32 engines, an fp32 export of the first layers must. Raises BackendError
     if memory is too small, since only the user may skip the comparison.
     """
+    from redraft.assembly.product_check import check_products
     from redraft.export.reference import reference_logits
 
     manifest, checkpoint = staged.manifest, build.checkpoint

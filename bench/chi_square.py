@@ -103,26 +103,22 @@ class Tally:
         likely = likely[probs[likely] * len(tokens) >= LEAST]
         if len(likely) and (1 - probs[likely].sum()) * len(tokens) < LEAST:
             likely = likely[:-1]  # the last one joins the others, which are too few for a bin
-        expected = probs[likely] * len(tokens)
-        counts = np.bincount(tokens, minlength=len(probs))[likely]
         if len(likely):
+            counts, expected = np.bincount(tokens, minlength=len(probs))[likely], probs[likely] * len(tokens)
             rest = len(tokens) - counts.sum(), len(tokens) - expected.sum()
             self.by_token.append(fit(np.append(counts, rest[0]), np.append(expected, rest[1])))
 
     def fits(self) -> dict[str, Fit]:
         """Return the tests by name."""
         total = int(self.firsts.sum())
-        found = {
-            "ranks": fit(self.firsts, np.full(BINS, total / BINS)),
-            "pairs": fit(self.pairs.ravel(), np.full(SIDE * SIDE, total / SIDE**2)),
+        tests = {
+            name: fit(counts.ravel(), np.full(counts.size, total / counts.size))
+            for name, counts in (("ranks", self.firsts), ("pairs", self.pairs))
         }
         if self.by_token:
-            found["tokens"] = Fit(
-                total,
-                sum(one.chi_square for one in self.by_token),
-                sum(one.degrees_of_freedom for one in self.by_token),
-            )
-        return found
+            value = sum(one.chi_square for one in self.by_token)
+            tests["tokens"] = Fit(total, value, sum(one.degrees_of_freedom for one in self.by_token))
+        return tests
 
 
 def fit(counts: NDArray[np.integer], expected: Probs) -> Fit:

@@ -14,8 +14,6 @@ from typing import Any
 from redraft.errors import RedraftError, UsageError
 from redraft.types import Budget
 
-BUDGET_KEYS = ("nodes", "depth", "width")
-
 
 def run(main: Callable[[], dict[str, Any]]) -> None:
     """Print the result of `main` as JSON. Errors end the process as in `one_line_errors`."""
@@ -26,6 +24,17 @@ def run(main: Callable[[], dict[str, Any]]) -> None:
 def as_json(result: dict[str, Any]) -> str:
     """Return a result as indented JSON. Raises ValueError for infinities and NaN."""
     return json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def read_json(path: Path, hint: str) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one for other JSON. Raises UsageError with `hint`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint) from None
+    except ValueError:
+        raise UsageError(f"{path} is no JSON", hint) from None
+    return value if isinstance(value, dict) else {}
 
 
 @contextmanager
@@ -60,7 +69,7 @@ def bundle_parser(
 def sizes(text: str) -> tuple[int, ...]:
     """Return the numbers of a comma-separated option. Raises ValueError, as argparse wants."""
     values = tuple(int(part) for part in text.split(","))
-    if not values or min(values) < 1:
+    if min(values) < 1:
         raise ValueError(text)
     return values
 
@@ -68,7 +77,7 @@ def sizes(text: str) -> tuple[int, ...]:
 def budget(text: str) -> Budget:
     """Parse a budget like `nodes=12,depth=4,width=4`. Raises ValueError for other text."""
     pairs = {key.strip(): int(value) for key, value in (part.split("=") for part in text.split(","))}
-    if set(pairs) != set(BUDGET_KEYS):
+    if set(pairs) != {"nodes", "depth", "width"}:
         raise ValueError(text)
     try:
         return Budget(**pairs)
@@ -79,50 +88,50 @@ def budget(text: str) -> Budget:
 def rates(text: str) -> tuple[float, ...]:
     """Parse probabilities by depth like `0.9,0.8,0.7`. Raises ValueError for other text."""
     values = tuple(float(part) for part in text.split(","))
-    if not values or not all(0 <= value <= 1 for value in values):
+    if not all(0 <= value <= 1 for value in values):
         raise ValueError(text)
     return values
 
 
-class Report:
+class Sections:
     """Figures by section, also in the file `out` if one is given.
 
-    The file is written after every section, so that they outlive a later failure.
+    The file is written after every section, so that the figures outlive a later failure.
     """
 
     def __init__(self, out: Path | None = None) -> None:
-        self.found: dict[str, Any] = {}
+        self.figures: dict[str, Any] = {}
         self.out = out
 
     def put(self, section: str, value: Any) -> None:
         """Set a section."""
-        self.found[section] = value
+        self.figures[section] = value
         self._write()
 
     def add(self, section: str, entry: Any) -> None:
         """Append to a section that is a list."""
-        self.found.setdefault(section, []).append(entry)
+        self.figures.setdefault(section, []).append(entry)
         self._write()
 
-    def fill(self, measure: Callable[[Report], None]) -> dict[str, Any]:
-        """Run `measure`, which fills this report, and return the figures. An error is also a line of the report."""
+    def fill(self, measure: Callable[[Sections], None]) -> dict[str, Any]:
+        """Run `measure`, which fills the sections, and return the figures. An error becomes a section too."""
         try:
             measure(self)
         except Exception as error:
             self.put("error", reason_of(error))
             raise
-        return self.found
+        return self.figures
 
     def _write(self) -> None:
         if self.out is None:
             return
         self.out.parent.mkdir(parents=True, exist_ok=True)
         part = self.out.with_name(f"{self.out.name}.part")
-        part.write_text(as_json(self.found) + "\n")
+        part.write_text(as_json(self.figures) + "\n")
         os.replace(part, self.out)
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as one line of a report."""
+    """Return an error as one line."""
     line = " ".join(str(error).split())
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,39 +1,45 @@
 """Plain and speculative decoding of the same prompts, taking turns in one process.
 
-Every method decodes a prompt before the next prompt, in the order of `redraft.bench.turns`. A chat is decoded turn by
-turn. All methods continue the same messages: the assistant's are the plain answers. A chat that outgrows the context
-ends there.
+Every method decodes a prompt before the next prompt. A chat is decoded turn by turn. All methods continue the same
+messages: the assistant's are the plain answers. A chat that outgrows the context ends there.
 
 INEXACT is plain decoding by a second runtime, opened with `exact=False`. It measures the cost of exact texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar
 
-from redraft.bench.prompts import Prompt
+from redraft.bench.prompts import BenchPrompt
 from redraft.bench.statistics import Timing, loops
-from redraft.bench.turns import Report, in_turns
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation, ConversationTooLong
 
 PLAIN, INEXACT = "none", "inexact"
+FEWEST_TOKENS = 8
+"""Shorter outputs are too short to time and take no part in ratios."""
+STAGES = ("draft", "resample", "verify", "host")
+"""Stages of a step in `Metrics.stage_ms`; `host` is the rest."""
+Progress = Callable[[str], None]
+"""Receives one line of progress."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Run:
     """One prompt, or one turn of a chat, decoded by every method.
 
-    token_ids:   that every method continued: of the prompt, or of the chat until here.
+    token_ids:   tokens that every method continued: the prompt's, or those of the chat until here.
     generations: by method, PLAIN among them.
     turn:        of the prompt, counted from 1.
     """
 
-    prompt: Prompt
+    prompt: BenchPrompt
     token_ids: Sequence[int]
     generations: dict[str, Generation]
     turn: int = 1
@@ -43,16 +49,20 @@ class Run:
         """True if the plain output ends in a loop."""
         return loops(self.generations[PLAIN].token_ids)
 
+    @property
+    def timed(self) -> bool:
+        """True if every output is long enough to time."""
+        return min(len(each.token_ids) for each in self.generations.values()) >= FEWEST_TOKENS
+
 
 @dataclass(frozen=True)
 class Settings:
     """Settings that every generation of a comparison shares.
 
-    controller: of every method but PLAIN; None is the default one.
-    ways:       speculation of each name in the comparison that is no method.
     acceptance: forced by depth on every method but PLAIN; speeds are real then, texts are not.
     chat:       every prompt is a conversation of all its turns. Otherwise its first turn is the whole prompt.
-    system:     message that begins every conversation, None for no such message.
+    system:     message that begins every conversation.   controller: of every method but PLAIN.
+    ways:       speculation of each name in the comparison that is no method.
     """
 
     params: SamplingParams
@@ -64,12 +74,101 @@ class Settings:
     ways: Mapping[str, SpeculationParams] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Sums over generations. tokens, seconds: after each first token.   overhead: seconds outside engine calls."""
+
+    tokens: int
+    seconds: float
+    overhead: float
+    steps: int
+    drafts: int
+    drafted: int
+    accepted: int
+    stage_ms: Mapping[str, float]
+
+    @classmethod
+    def of(cls, generations: Iterable[Generation]) -> Totals:
+        """Return the sums over generations."""
+        listed = list(generations)
+        metrics = [one.metrics for one in listed]
+        timings = [timing(one) for one in listed]
+        return cls(
+            tokens=sum(one.tokens for one in timings),
+            seconds=sum(one.seconds for one in timings),
+            overhead=sum(m.overhead_fraction * one.seconds for m, one in zip(metrics, timings, strict=True)),
+            steps=sum(m.num_steps for m in metrics),
+            drafts=sum(m.num_spec_steps for m in metrics),
+            drafted=sum(m.num_draft_tokens for m in metrics),
+            accepted=sum(m.num_accepted_draft_tokens for m in metrics),
+            stage_ms={stage: sum(m.stage_ms.get(stage, 0.0) for m in metrics) for stage in STAGES},
+        )
+
+    @property
+    def timing(self) -> Timing:
+        """The tokens after the first ones, and their seconds."""
+        return Timing(self.tokens, self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def tau(self) -> float:
+        """τ, the tokens of a step with the verifier's own; 1 without steps."""
+        return 1 + self.accepted / max(self.steps, 1)
+
+    @property
+    def acceptance(self) -> float:
+        """α, the share of drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def draft_length(self) -> float:
+        """Mean drafted tokens of a draft."""
+        return self.drafted / self.drafts if self.drafts else 0.0
+
+    @property
+    def drafting_ms(self) -> float:
+        """Time of drafting and resampling."""
+        return self.stage_ms["draft"] + self.stage_ms["resample"]
+
+
+class Flips:
+    """Orders of turns, which flip from prompt to prompt of a kind, since kinds take turns too.
+
+    So slow minutes of the machine, and caches that one method warms for the next, affect all methods equally.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Counter[Hashable] = Counter()
+
+    def order(self, kind: Hashable, ways: Sequence[T]) -> Sequence[T]:
+        """Return the ways as given for the first prompt of a kind, reversed for the second, and so on."""
+        self._seen[kind] += 1
+        return ways if self._seen[kind] % 2 else ways[::-1]
+
+
+def in_turns(
+    ways: Sequence[T], kinds: Sequence[str], warm_up: Callable[[T], object], progress: Progress
+) -> Iterator[Sequence[T]]:
+    """Warm up every way, which is not counted. Then yield the order of the ways for each prompt, given by its kind."""
+    for way in ways:
+        progress(f"warming up {way}")
+        warm_up(way)
+    flips = Flips()
+    for number, kind in enumerate(kinds, start=1):
+        progress(f"prompt {number} of {len(kinds)}")
+        yield flips.order(kind, ways)
+
+
 def compare(
     runtime: Runtime,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     methods: Sequence[str],
     settings: Settings,
-    report: Report = lambda message: None,
+    progress: Progress = lambda line: None,
     inexact: Runtime | None = None,
 ) -> list[Run]:
     """Decode every prompt by PLAIN and by every method, after a warm-up that is not counted.
@@ -77,7 +176,6 @@ def compare(
     inexact: runtime that decodes for INEXACT.
     Raises UsageError naming the prompt if it cannot be decoded; for a first turn, before anything is decoded.
     """
-    order = list(dict.fromkeys((PLAIN, *methods)))
     first_turns = [first_turn(runtime, prompt, settings) for prompt in prompts]
 
     def decode_by(method: str, ids: Sequence[int]) -> Generation:
@@ -86,17 +184,12 @@ def compare(
         assert inexact is not None
         return decode(inexact, ids, PLAIN, settings)
 
-    orders = in_turns(order, [p.kind for p in prompts], lambda method: decode_by(method, first_turns[0]), report)
-    runs: list[Run] = []
-    for prompt, turn_order in zip(prompts, orders, strict=True):
-        runs += _decode_turns(runtime, prompt, settings, partial(_by_each, decode_by, turn_order))
-    return runs
+    def runs_of(prompt: BenchPrompt, order: Sequence[str]) -> Iterator[Run]:
+        return _turns(runtime, prompt, settings, lambda ids: {method: decode_by(method, ids) for method in order})
 
-
-def _by_each(
-    decode_by: Callable[[str, Sequence[int]], Generation], methods: Sequence[str], ids: Sequence[int]
-) -> dict[str, Generation]:
-    return {method: decode_by(method, ids) for method in methods}
+    kinds, all_methods = [prompt.kind for prompt in prompts], list(dict.fromkeys((PLAIN, *methods)))
+    orders = in_turns(all_methods, kinds, lambda method: decode_by(method, first_turns[0]), progress)
+    return [run for prompt, order in zip(prompts, orders, strict=True) for run in runs_of(prompt, order)]
 
 
 def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings: Settings) -> Generation:
@@ -107,8 +200,8 @@ def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings:
 
 def timing(generation: Generation) -> Timing:
     """Return the tokens after the first, and the wall time of the steps that made them."""
-    tokens = len(generation.token_ids) - 1
-    return Timing(tokens, tokens / generation.metrics.decode_tokens_per_second)
+    tokens, rate = len(generation.token_ids) - 1, generation.metrics.decode_tokens_per_second
+    return Timing(tokens, tokens / rate if rate else 0.0)
 
 
 def speculation(method: str, settings: Settings) -> SpeculationParams:
@@ -119,16 +212,16 @@ def speculation(method: str, settings: Settings) -> SpeculationParams:
     return named or SpeculationParams(method, budget=settings.budget, controller=settings.controller)
 
 
-def first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[int]:
+def first_turn(runtime: Runtime, prompt: BenchPrompt, settings: Settings) -> list[int]:
     """Return token ids of a prompt, or of the first turn of a chat."""
     conversation = Conversation(runtime, settings.system) if settings.chat else None
     with _named(f"prompt {prompt.id}"):
         return conversation.ask(prompt.text) if conversation else runtime.encode(prompt.text)
 
 
-def _decode_turns(
+def _turns(
     runtime: Runtime,
-    prompt: Prompt,
+    prompt: BenchPrompt,
     settings: Settings,
     decode_by_all: Callable[[Sequence[int]], dict[str, Generation]],
 ) -> Iterator[Run]:

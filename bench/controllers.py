@@ -7,15 +7,13 @@ adaptive controller has no first length and decodes once. The baseline is `fixed
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from redraft.bench.compare import PLAIN, Run, timing
-from redraft.bench.statistics import Timing, first_difference, interval_text, rate_of, rate_text, ratio_text, speedup
-from redraft.bench.summary import FEWEST_TOKENS
+from redraft.bench.compare import PLAIN, Run, Totals, timing
+from redraft.bench.statistics import Timing, first_difference, interval_text, rate_text, ratio_text, speedup
 from redraft.errors import UsageError
-from redraft.runtime import Budget, Generation, SpeculationParams
+from redraft.runtime import Budget, SpeculationParams
 from redraft.runtime.controllers import ADAPTIVE, FIXED, parse_controller
 
 PAPER_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
@@ -23,20 +21,20 @@ PAPER_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
 Ways = Mapping[str, Mapping[int, str]]
 """By controller and first length, the name of a way of decoding. ADAPTIVE has one way, under NO_LENGTH."""
 NO_LENGTH = 0
+_HEAD = ["controller", "tokens/s", "mean rate", "over fixed", "over plain", "over best fixed", "α", "drafted", "τ"]
+_EQUATIONS = ["γ", "α", "c (1)", "cost (2), ms", "steps (3, 4)", "drafted (5)", "cost (6), ms", "steps", "drafted",
+              "ms"]  # fmt: skip
 
 
 def ways_of(controllers: Sequence[str], lengths: Sequence[int]) -> dict[str, dict[int, str]]:
     """Return the ways of `fixed` and of these controllers. Raises UsageError for a controller that is unknown."""
-    found: dict[str, dict[int, str]] = {}
+    ways: dict[str, dict[int, str]] = {}
     for text in dict.fromkeys((FIXED, *controllers)):
         name, _ = parse_controller(text)
         if "gamma=" in text.replace(" ", ""):
             raise UsageError(f"controller {text!r}: gamma is the first length, which is varied", "leave it out")
-        if name == ADAPTIVE:
-            found[text] = {NO_LENGTH: text}
-        else:
-            found[text] = {length: f"{text},gamma={length}" for length in lengths}
-    return found
+        ways[text] = {NO_LENGTH: text} if name == ADAPTIVE else {n: f"{text},gamma={n}" for n in lengths}
+    return ways
 
 
 def speculations(ways: Ways, method: str, budget: Budget | None) -> dict[str, SpeculationParams]:
@@ -46,70 +44,19 @@ def speculations(ways: Ways, method: str, budget: Budget | None) -> dict[str, Sp
     }
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over generations: tokens after the first, their seconds, steps, drafted and accepted tokens, and times."""
-
-    tokens: int
-    seconds: float
-    steps: int
-    drafts: int
-    drafted: int
-    accepted: int
-    draft_ms: float
-    verify_ms: float
-
-    @classmethod
-    def of(cls, generations: Sequence[Generation]) -> Totals:
-        """Return the sums over generations."""
-        metrics = [one.metrics for one in generations]
-        return cls(
-            tokens=sum(map(_tokens, generations)),
-            seconds=sum(timing(one).seconds for one in generations),
-            steps=sum(one.num_steps for one in metrics),
-            drafts=sum(one.num_spec_steps for one in metrics),
-            drafted=sum(one.num_draft_tokens for one in metrics),
-            accepted=sum(one.num_accepted_draft_tokens for one in metrics),
-            draft_ms=sum(one.stage_ms["draft"] + one.stage_ms["resample"] for one in metrics),
-            verify_ms=sum(one.stage_ms["verify"] for one in metrics),
-        )
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
-
-    @property
-    def acceptance(self) -> float:
-        """α, the share of drafted tokens that were accepted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    def to_json(self) -> dict[str, float]:
-        """Return the figures of Figure 1 and Appendix A."""
-        return {
-            "tokens_per_second": self.rate,
-            "draft_acceptance_rate": self.acceptance,
-            "mean_draft_length": self.drafted / self.drafts if self.drafts else 0.0,
-            "mean_acceptance_length": 1 + self.accepted / self.steps,
-            "steps": self.steps,
-        }
-
-
 def figures(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
     """Return the figures of a comparison, over all runs and by kind.
 
     Outputs that are too short to time take no part, nor do those that end in a loop, which speculation predicts.
     """
-    timed = [run for run in runs if min(map(_tokens, run.generations.values())) >= FEWEST_TOKENS - 1 and not run.loops]
+    timed = [run for run in runs if run.timed and not run.loops]
+    counts = {"outputs": len(runs), "timed": len(timed), "differing_outputs": _differing(runs)}
     if not timed:
-        return {"outputs": len(runs), "timed": 0, "controllers": {}, "kinds": {}, "equations": [],
-                "differing_outputs": _differing(runs)}  # fmt: skip
+        return {**counts, "controllers": {}, "kinds": {}, "equations": []}
     kinds = sorted({run.prompt.kind for run in timed})
     return {
-        "outputs": len(runs),
-        "timed": len(timed),
-        "differing_outputs": _differing(runs),
-        "plain_tokens_per_second": rate_of(_timings(timed, [PLAIN])),
+        **counts,
+        "plain_tokens_per_second": _totals(timed, PLAIN).rate,
         "controllers": _controllers(timed, ways),
         "kinds": {kind: _controllers([run for run in timed if run.prompt.kind == kind], ways) for kind in kinds},
         "equations": equations(
@@ -123,37 +70,49 @@ def _controllers(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
     totals = {name: {length: _totals(runs, way) for length, way in each.items()} for name, each in ways.items()}
     fixed = fmean(one.rate for one in totals[FIXED].values())
     best = max(totals[FIXED], key=lambda length: totals[FIXED][length].rate)
-    found = {}
+    controllers = {}
     for name, by_length in totals.items():
+        own = list(ways[name].values())
         rates = [one.rate for one in by_length.values()]
-        over_plain = _ratio(runs, ways[name].values(), [PLAIN])
-        found[name] = {
+        lengths = {str(length): _of_a_length(one) for length, one in by_length.items()}
+        over_plain = _ratio(runs, own, [PLAIN])
+        controllers[name] = {
             "tokens_per_second": over_plain["rate"],
             "mean_rate": fmean(rates) / fixed,
             "deviation": pstdev(rates) / fixed,
-            "over_fixed": _ratio(runs, ways[name].values(), ways[FIXED].values()),
+            "over_fixed": _ratio(runs, own, ways[FIXED].values()),
             "over_plain": over_plain,
             "best_fixed_length": best,
-            "over_best_fixed": _ratio(runs, ways[name].values(), [ways[FIXED][best]]),
-            "lengths": {str(length): one.to_json() for length, one in by_length.items()},
-            "draft_acceptance_rate": fmean(one.acceptance for one in by_length.values()),
-            "mean_draft_length": fmean(one.to_json()["mean_draft_length"] for one in by_length.values()),
-            "mean_acceptance_length": fmean(one.to_json()["mean_acceptance_length"] for one in by_length.values()),
+            "over_best_fixed": _ratio(runs, own, [ways[FIXED][best]]),
+            "lengths": lengths,
+            **{
+                key: fmean(one[key] for one in lengths.values())
+                for key in ("draft_acceptance_rate", "mean_draft_length", "mean_acceptance_length")
+            },
         }
-    return found
+    return controllers
 
 
-def _timings(runs: Sequence[Run], ways: Iterable[str]) -> list[Timing]:
-    """Return the tokens and seconds of several ways together, of each run."""
-    listed = list(ways)
-    each = ([timing(run.generations[way]) for way in listed] for run in runs)
-    return [Timing(sum(one.tokens for one in some), sum(one.seconds for one in some)) for some in each]
+def _of_a_length(totals: Totals) -> dict[str, float]:
+    """Return the figures of Figure 1 and Appendix A."""
+    return {
+        "tokens_per_second": totals.rate,
+        "draft_acceptance_rate": totals.acceptance,
+        "mean_draft_length": totals.draft_length,
+        "mean_acceptance_length": totals.tau,
+        "steps": totals.steps,
+    }
 
 
 def _ratio(runs: Sequence[Run], ways: Iterable[str], base: Iterable[str]) -> dict[str, Any]:
-    """Return how many times as fast some ways are as others, with its interval over prompts."""
-    found = speedup(_timings(runs, base), _timings(runs, ways), [run.prompt for run in runs])
-    return found.to_json()
+    """Return how many times as fast some ways are as others together, with its interval over prompts."""
+    own, others = ([_together(run, some) for run in runs] for some in (list(ways), list(base)))
+    return speedup(others, own, [run.prompt for run in runs]).to_json()
+
+
+def _together(run: Run, ways: Sequence[str]) -> Timing:
+    each = [timing(run.generations[way]) for way in ways]
+    return Timing(sum(one.tokens for one in each), sum(one.seconds for one in each))
 
 
 def equations(plain: Totals, fixed: Mapping[int, Totals]) -> list[dict[str, float]]:
@@ -162,12 +121,12 @@ def equations(plain: Totals, fixed: Mapping[int, Totals]) -> list[dict[str, floa
     T_target is the time of plain decoding's calls. T_draft is a draft's time over its length, so that c (Eq. 1) varies
     with the length if one call drafts all tokens. Eq. 3 to 6 assume that every step drafts γ tokens.
     """
-    target_ms = plain.verify_ms / plain.steps
-    found = []
+    target_ms = plain.stage_ms["verify"] / plain.steps
+    rows = []
     for gamma, one in fixed.items():
-        draft_ms = one.draft_ms / (gamma * one.steps)
+        draft_ms = one.drafting_ms / (gamma * one.steps)
         steps = one.tokens / (one.acceptance * gamma + 1)
-        found.append({
+        rows.append({
             "gamma": gamma,
             "alpha": one.acceptance,
             "target_ms": target_ms,
@@ -182,7 +141,7 @@ def equations(plain: Totals, fixed: Mapping[int, Totals]) -> list[dict[str, floa
             "drafted": one.drafted,
             "measured_ms": one.seconds * 1e3,
         })  # fmt: skip
-    return found
+    return rows
 
 
 def tables(result: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
@@ -190,26 +149,27 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     controllers = result["controllers"]
     if not controllers:
         return []
-    head = ["controller", "tokens/s", "mean rate", "over fixed", "over plain", "over best fixed", "α", "drafted", "τ"]
-    found = [("Table 2: mean rate of first lengths over that of fixed ones ± deviation, then ratios of speeds",
-              [head, *[_row(name, one) for name, one in controllers.items()]])]  # fmt: skip
-    for kind, part in result["kinds"].items() if len(result["kinds"]) > 1 else ():
-        found.append((f"{kind}: the same", [head, *[_row(name, one) for name, one in part.items()]]))
+    title = "Table 2: mean rate of first lengths over that of fixed ones ± deviation, then ratios of speeds"
+    parts = {f"{kind}: the same": part for kind, part in result["kinds"].items() if len(result["kinds"]) > 1}
+    shown = [
+        (name, [_HEAD, *(_row(*each) for each in part.items())]) for name, part in {title: controllers, **parts}.items()
+    ]
     lengths = list(controllers[FIXED]["lengths"])
     rates = [
         [name, *[f"{one['lengths'][n]['tokens_per_second']:.0f}" if n in one["lengths"] else "-" for n in lengths]]
         for name, one in controllers.items()
     ]
-    found.append(("Figure 1: tokens a second by first length", [["controller", *lengths], *rates]))
-    equation_head = ["γ", "α", "c (1)", "cost (2), ms", "steps (3, 4)", "drafted (5)", "cost (6), ms",
-                     "steps", "drafted", "ms"]  # fmt: skip
     rows = [
         [str(row["gamma"]), f"{row['alpha']:.2f}", f"{row['eq1_c']:.1f}", f"{row['eq2_cost_ms']:.0f}",
          f"{row['eq3_steps']:.0f}", f"{row['eq5_draft_calls']:.0f}", f"{row['eq6_cost_ms']:.0f}",
          str(row["steps"]), str(row["drafted"]), f"{row['measured_ms']:.0f}"]
         for row in result["equations"]
     ]  # fmt: skip
-    return [*found, ("Equations 1 to 6 for fixed lengths, then what was measured", [equation_head, *rows])]
+    return [
+        *shown,
+        ("Figure 1: tokens a second by first length", [["controller", *lengths], *rates]),
+        ("Equations 1 to 6 for fixed lengths, then what was measured", [_EQUATIONS, *rows]),
+    ]
 
 
 def _row(name: str, one: Mapping[str, Any]) -> list[str]:
@@ -221,7 +181,7 @@ def _row(name: str, one: Mapping[str, Any]) -> list[str]:
 
 def _ratio_text(ratio: Mapping[str, Any]) -> str:
     interval = ratio["interval"]
-    return ratio_text(ratio["rate"], ratio["base_rate"]) + (f" ({interval_text(*interval)})" if interval else "")
+    return ratio_text(ratio["rate"], ratio["base_rate"]) + (f" ({interval_text(interval)})" if interval else "")
 
 
 def _differing(runs: Sequence[Run]) -> int:
@@ -234,8 +194,4 @@ def _differing(runs: Sequence[Run]) -> int:
 
 
 def _totals(runs: Sequence[Run], way: str) -> Totals:
-    return Totals.of([run.generations[way] for run in runs])
-
-
-def _tokens(generation: Generation) -> int:
-    return len(generation.token_ids) - 1
+    return Totals.of(run.generations[way] for run in runs)

@@ -11,19 +11,8 @@ from typing import Any
 from redraft.cpus import default_threads
 from redraft.packages import package_version
 
-LIBRARIES = (
-    "redraft",
-    "numpy",
-    "onnxruntime",
-    "onnxruntime-genai",
-    "openvino-genai",
-    "llama-cpp-python",
-    "torch",
-    "transformers",
-    "tokenizers",
-)
-
-
+LIBRARIES = ("redraft", "numpy", "onnxruntime", "onnxruntime-genai", "openvino-genai", "llama-cpp-python", "torch",
+             "transformers", "tokenizers")  # fmt: skip
 SETTLE_SECONDS = 0.02
 """Wait before timed calls, until the threads of the previous session stop spinning."""
 _GPU_FIELDS = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
@@ -31,20 +20,15 @@ _GPU_FIELDS = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit
 
 def environment(threads: int | None = None) -> dict[str, Any]:
     """Return Python, library versions, processor, usable and used threads: a JSON object."""
+    versions = {name: package_version(name) for name in LIBRARIES}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": processor_name(),
         "usable_threads": usable_threads(),
         "threads": threads,
-        "libraries": library_versions(),
+        "libraries": {name: version for name, version in versions.items() if version is not None},
     }
-
-
-def library_versions() -> dict[str, str]:
-    """Return the version by name of those of LIBRARIES that are installed."""
-    found = {name: package_version(name) for name in LIBRARIES}
-    return {name: version for name, version in found.items() if version is not None}
 
 
 def execution_providers() -> list[str]:

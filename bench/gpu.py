@@ -23,26 +23,30 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import Report, budget, bundle_parser, rates, reason_of, run
+from redraft.bench.command import Sections, budget, bundle_parser, rates, reason_of, run
+from redraft.bench.compare import PLAIN, Settings, decode
 from redraft.bench.environment import environment, execution_providers, nvidia_smi
 from redraft.bench.gpu_speed import Load, measure_speed
-from redraft.bench.gpu_tokens import WrongTokens, check_reference, compared, device_texts
-from redraft.bench.prompts import load_prompts
-from redraft.config import Backend
-from redraft.engines import open_bundle
+from redraft.bench.prompts import BenchPrompt, load_prompts
+from redraft.bench.statistics import first_difference
+from redraft.config import Backend, Precision
+from redraft.engines import Bundle, open_bundle
 from redraft.engines.gpu import cuda_version, find_gpu
-from redraft.errors import BackendError, UsageError
+from redraft.engines.manifest import Manifest
+from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.packages import gpu_requirement, package_version
-from redraft.runtime import Budget, Runtime, SamplingParams
+from redraft.runtime import Budget, Generation, Runtime, SamplingParams
+from redraft.runtime.drafters import method_words
 
 WHOLE = Budget(12, 12, 12)
 """The default: it limits only the nodes of a drafter's tree, so the tree stays on the device."""
@@ -55,14 +59,24 @@ _PACKAGES: Mapping[Backend, tuple[str, ...]] = {
 }  # fmt: skip
 """Packages that build engines and run them, in addition to ONNX Runtime."""
 _GIB = 1 << 30
+NEAR_TIES: Mapping[Precision, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.8}
+"""Logit margins of the host that rounding may reverse; the largest logits are about 16. With weights in fewer bits,
+every backend rounds differently: their differing texts are reported, without an error.
+"""
+Texts = dict[str, list[tuple[int, ...]]]
+"""Tokens of every prompt by method."""
+
+
+class WrongTokens(RedraftError):
+    """A device writes other tokens than the host, which rounding does not explain."""
 
 
 def main() -> dict[str, Any]:
     """Take the measurements that the options ask for, and write them to `--out`."""
     options = _arguments()
-    report = Report(options.out)
+    sections = Sections(options.out)
     try:
-        return report.fill(partial(measure, options))
+        return sections.fill(partial(measure, options))
     except WrongTokens:
         raise
     except Exception as error:
@@ -70,13 +84,13 @@ def main() -> dict[str, Any]:
             raise
         traceback.print_exc()
         print(f"not measured: {reason_of(error)}", file=sys.stderr)
-        return report.found
+        return sections.figures
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+def measure(options: argparse.Namespace, sections: Sections) -> None:
     """Measure all sections, or report the missing parts. Raises WrongTokens, and UsageError for another model."""
     if reason := missing_for(options):
-        report.put("skipped", reason)
+        sections.put("skipped", reason)
         return
     if options.build:
         build(options)
@@ -84,26 +98,89 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     manifest = bundle.manifest
     if options.reference:
         check_reference(manifest, open_bundle(options.reference, verify=False).manifest)
-    report.put("environment", gpu_environment() if options.device == "cuda" else environment())
-    report.put("device", options.device)
-    report.put("bundle", {"name": manifest.name, "backend": manifest.backend, "precision": manifest.precision,
-                          "random_weights": manifest.model.random_weights})  # fmt: skip
+    sections.put("environment", gpu_environment() if options.device == "cuda" else environment())
+    sections.put("device", options.device)
+    sections.put("bundle", {"name": manifest.name, "backend": manifest.backend, "precision": manifest.precision,
+                            "random_weights": manifest.model.random_weights})  # fmt: skip
     prompts, size = load_prompts(options.prompts, options.limit), options.budget
     params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
     with Runtime.open(options.engines, device=options.device, verify=False) as runtime:
-        measure_speed(runtime, bundle, Load(prompts, params, size, options.synthetic_acceptance), report)
+        measure_speed(runtime, bundle, Load(prompts, params, size, options.synthetic_acceptance), sections)
         texts = device_texts(runtime, manifest, prompts, params, size)  # last: a loaded drafter works in every step
-    report.put("tokens", found := _section(partial(compared, bundle, options.reference, prompts, texts, params)))
-    if wrong := [f"{method}: {each}" for method in texts for each in found.get(method, {}).get("wrong", ())]:
+    try:
+        tokens = compared(bundle, options.reference, prompts, texts, params)
+    except UsageError as error:
+        tokens = {"skipped": str(error)}
+    sections.put("tokens", tokens)
+    if wrong := [f"{method}: {each}" for method in texts for each in tokens.get(method, {}).get("wrong", ())]:
         raise WrongTokens(f"{manifest.backend} on {options.device} writes other tokens than the host: {wrong[0]}")
 
 
-def _section(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a section, or the error that prevents it."""
-    try:
-        return make()
-    except UsageError as error:
-        return {"skipped": str(error)}
+def check_reference(manifest: Manifest, reference: Manifest) -> None:
+    """Raise UsageError if `reference` is of another model, or cannot run on the host."""
+    if reference.backend != "onnxruntime":
+        raise UsageError(f"the host runs ONNX Runtime's bundles only, the reference is for {reference.backend}")
+    ours, theirs = (
+        (dict(each.model.weights) or each.model.source, each.model.random_weights, each.shape.vocabulary)
+        for each in (manifest, reference)
+    )
+    if ours != theirs:
+        raise UsageError(
+            f"the reference is of another model: expected the weights of {manifest.model.source}, "
+            f"found those of {reference.model.source}",
+            "build it of the same checkpoint with --backend onnxruntime",
+        )
+
+
+def device_texts(
+    runtime: Runtime, manifest: Manifest, prompts: Sequence[BenchPrompt], params: SamplingParams, size: Budget
+) -> Texts:  # fmt: skip
+    """Return the device's tokens, over trees of one size; nothing for random weights."""
+    methods = [] if manifest.model.random_weights else [PLAIN, *method_words(manifest.drafters)[1:]]
+    settings = Settings(params, size)
+    return {
+        method: [decode(runtime, prompt.text, method, settings).token_ids for prompt in prompts] for method in methods
+    }
+
+
+def compared(
+    bundle: Bundle, reference: Path | None, prompts: Sequence[BenchPrompt], texts: Texts, params: SamplingParams
+) -> dict[str, Any]:
+    """Return the places at which a text differs from the host's, with the host's logit margin: a near-tie, or an error.
+
+    The host runs `reference`, or the bundle itself. Raises UsageError if nothing can be compared.
+    """
+    manifest = bundle.manifest
+    if manifest.model.random_weights:
+        raise UsageError("random weights: rounding decides every token")
+    if manifest.backend != "onnxruntime" and not reference:
+        raise UsageError("the host runs ONNX Runtime's bundles only: give one of the same model as --reference")
+    path = reference or bundle.path
+    precision = open_bundle(path, verify=False).manifest.precision
+    with Runtime.open(path, verify=False) as host:
+        expected = [host.generate([prompt.text], params, PLAIN, record_logit_margins=True)[0] for prompt in prompts]
+    near = max(NEAR_TIES.get(each, math.inf) for each in (manifest.precision, precision))
+    figures: dict[str, Any] = {"reference": {"bundle": str(path), "precision": precision}}
+    for method, outputs in texts.items():
+        listed = (_difference(*each) for each in zip(prompts, outputs, expected, strict=True))
+        differences = [each for each in listed if each]
+        wrong = [
+            f"prompt {each['prompt']}, token {each['token']}, which led by {each['logit_margin']}"
+            for each in differences
+            if each["logit_margin"] is None or each["logit_margin"] >= near
+        ]
+        figures[method] = {"prompts": len(prompts), "differences": differences, "wrong": wrong}
+    return figures
+
+
+def _difference(prompt: BenchPrompt, output: Sequence[int], plain: Generation) -> dict[str, Any] | None:
+    """Return the first token that differs from the host's, with its margin: None past the end of either text."""
+    token = first_difference(output, plain.token_ids)
+    if token is None:
+        return None
+    margins = plain.logit_margins or ()
+    margin = margins[token] if token < min(len(output), len(margins)) else None
+    return {"prompt": prompt.id, "token": token, "logit_margin": margin}
 
 
 def gpu_environment() -> dict[str, Any]:
@@ -124,22 +201,15 @@ def missing(backend: Backend) -> str | None:
 
     Installed parts that fail are not missing.
     """
-    if reason := _without_gpu():
-        return reason
+    try:
+        find_gpu()
+    except BackendError as error:
+        return str(error)
     if backend == "onnxruntime" and "CUDAExecutionProvider" not in (found := execution_providers()):
         wanted = gpu_requirement("onnxruntime", package_version("onnxruntime"))
         return f"ONNX Runtime runs on {', '.join(found)}; install {wanted} in its place"
     absent = [package for package in _PACKAGES[backend] if not _is_installed(package)]
     return f"not installed: {', '.join(absent)}" if absent else None
-
-
-def _without_gpu() -> str | None:
-    """Return the driver's message without a GPU, None with one."""
-    try:
-        find_gpu()
-    except BackendError as error:
-        return str(error)
-    return None
 
 
 def _is_installed(package: str) -> bool:
@@ -153,12 +223,13 @@ def missing_for(options: argparse.Namespace) -> str | None:
     """Return the device, backend, memory or disk that the options ask for and this machine lacks, or None."""
     if options.device != "cuda":
         return None
-    if reason := _without_gpu():
-        return reason
+    try:
+        gpu = find_gpu()
+    except BackendError as error:
+        return str(error)
     backend: Backend = options.backend or open_bundle(options.engines, verify=False).manifest.backend
     if reason := missing(backend):
         return reason
-    gpu = find_gpu()
     if gpu.free_bytes < options.gpu_gib * _GIB:
         return f"{options.gpu_gib} GiB of GPU memory needed, {gpu.name} has {gpu.free_bytes / _GIB:.1f} free"
     there = next(folder for folder in (options.engines, *options.engines.parents) if folder.is_dir())
@@ -172,7 +243,7 @@ def build(options: argparse.Namespace) -> None:
     """Run `redraft build`, which does nothing if the bundle is current. Raises BackendError with its last line."""
     command = [str(Path(sys.executable).parent / "redraft"), "build", options.build, "-o", str(options.engines)]
     for name in _OF_BUILD:
-        command += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
+        command += [f"--{name.replace('_', '-')}", str(value)] if (value := getattr(options, name)) is not None else []
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

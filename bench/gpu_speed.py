@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from redraft import names
-from redraft.bench.bound import achieved, overall_rate
-from redraft.bench.command import Report
-from redraft.bench.compare import PLAIN, Run, Settings, compare
-from redraft.bench.prompts import Prompt
+from redraft.bench.command import Sections
+from redraft.bench.compare import PLAIN, Run, Settings, Totals, compare
+from redraft.bench.prompts import BenchPrompt
 from redraft.bench.roofline import DeviceStream, traffic
 from redraft.bench.stages import profile
+from redraft.bench.summary import achieved
 from redraft.engines import Bundle
 from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Device
@@ -35,41 +35,42 @@ HOST_US_WANTED = 60.0
 COPY_BYTES, COPY_RUNS = 1 << 30, 8
 """Bytes of each end of a copy: launching copies and waiting for them takes less than a hundredth of the time."""
 _TIMED_STEPS, _TIMED_ROUNDS = 24, 5
+_FORCED = "synthetic acceptance: speeds are real, texts are not"
 
 
 @dataclass(frozen=True)
 class Load:
     """The timed work: the same texts over trees of one `size`, with acceptance by depth `forced` on speculation."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[BenchPrompt]
     params: SamplingParams
     size: Budget
     forced: tuple[float, ...]
 
 
-def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, report: Report) -> None:
+def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, sections: Sections) -> None:
     """Measure the sections on time."""
     curve = measure_curve(runtime.verifier, SIZES, seconds=3.0)
     sizes = {str(size): curve.table_ms[size] for size in SIZES if size <= curve.largest}
-    report.put("curve", {"kv_len": min(MEASURED_KV_LEN, runtime.verifier.max_model_len - 1), "ms": sizes})
+    sections.put("curve", {"kv_len": min(MEASURED_KV_LEN, runtime.verifier.max_model_len - 1), "ms": sizes})
     runs = compare(runtime, load.prompts, ["ngram"], Settings(load.params, load.size, load.forced))
     device = runtime.verifier.device
     copied = copy_bytes_per_second(device) if isinstance(device, CudaDevice) else None
-    report.put("plain", plain := plain_share(bundle, runs, curve.table_ms[1], copied))
+    sections.put("plain", plain := plain_share(bundle, runs, curve.table_ms[1], copied))
     step_ms = step_ms_by_acceptance(runtime, load.prompts[0], load.size, Acceptance(load.forced))
-    report.put("bound", bound := bounded(runs, curve.table_ms, step_ms, load.forced))
-    on_device = bound["accepted_on_device"]
-    report.put("figures", {
-        "labelled": ", ".join([*bundle.manifest.model.caveats, "synthetic acceptance: speeds are real, texts are not"]),
+    sections.put("bound", bound := bounded(runs, curve.table_ms, step_ms, load.forced))
+    sections.put("figures", {
+        "labelled": ", ".join([*bundle.manifest.model.caveats, _FORCED]),
         "plain_share_of_bandwidth": plain.get("share_of_copy"), "plain_share_wanted": PLAIN_WANTED,
-        "speculative_share_of_bound": bound["share_of_bound"],
-        "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
-        "speculative_share_of_bound_accepted_on_device": on_device["share_of_bound"],
-        "speculative_share_of_bound_in_time_accepted_on_device": on_device["share_of_bound_in_time"],
+        **{
+            f"speculative_{key}{place}": shares[key]
+            for place, shares in (("", bound), ("_accepted_on_device", bound["accepted_on_device"]))
+            for key in ("share_of_bound", "share_of_bound_in_time")
+        },
         "speculative_share_wanted": SPECULATIVE_WANTED,
         **_hosts_part(runtime, load),
     })  # fmt: skip
-    report.put("stages", profile(_recorded(runtime, load.prompts[0], load.params, load.size).ranges).to_json())
+    sections.put("stages", profile(_recorded(runtime, load.prompts[0], load.params, load.size).ranges).to_json())
 
 
 def copy_bytes_per_second(device: Device) -> float:
@@ -82,35 +83,35 @@ def copy_bytes_per_second(device: Device) -> float:
 
 def _hosts_part(runtime: Runtime, load: Load) -> dict[str, Any]:
     """Return the host's time of a step on CUDA, and the CUDA graphs; None elsewhere."""
-    found: dict[str, Any] = {"host_us_a_step": None, "host_us_a_step_adaptive": None, "host_us_wanted": HOST_US_WANTED,
-                             "cuda_graphs": None, "not_captured": None}  # fmt: skip
+    figures: dict[str, Any] = {"host_us_a_step": None, "host_us_a_step_adaptive": None,
+                               "host_us_wanted": HOST_US_WANTED, "cuda_graphs": None, "not_captured": None}  # fmt: skip
     device = runtime.verifier.device
     if isinstance(device, CudaDevice):
-        found["host_us_a_step"] = host_us(runtime, load.prompts[0], load.params, load.size)
-        found["host_us_a_step_adaptive"] = host_us(runtime, load.prompts[0], load.params, None)
-        found |= {"cuda_graphs": device.cuda.captured, "not_captured": device.cuda.warned}
-    return found
+        figures["host_us_a_step"] = host_us(runtime, load.prompts[0], load.params, load.size)
+        figures["host_us_a_step_adaptive"] = host_us(runtime, load.prompts[0], load.params, None)
+        figures |= {"cuda_graphs": device.cuda.captured, "not_captured": device.cuda.warned}
+    return figures
 
 
-def host_us(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> float:
+def host_us(runtime: Runtime, prompt: BenchPrompt, params: SamplingParams, size: Budget | None) -> float:
     """Return the host's median time of a step with the bundle's own drafter, µs, less its waits for the device.
 
-    size: of every tree; without one the controller chooses, as `generate` does by default. The text is decoded twice,
-    so that work done once for each shape is over. The time includes recording, which reads the clock twenty times.
+    size: of every tree; without one the controller chooses. The text is decoded twice, so that work done once for each
+    shape is over. The time includes recording, which reads the clock twenty times.
     """
     spent: list[float] = []
     waited = 0.0
     runtime.generate([prompt.text], params, SpeculationParams(budget=size))
-    for found in _recorded(runtime, prompt, params, size).ranges:
-        if found.name == WAIT:
-            waited += found.ended - found.started
-        elif found.name == STEP:
-            spent.append(found.ended - found.started - waited)
+    for one in _recorded(runtime, prompt, params, size).ranges:
+        if one.name == WAIT:
+            waited += one.ended - one.started
+        elif one.name == STEP:
+            spent.append(one.ended - one.started - waited)
             waited = 0.0
     return float(np.median(spent)) * 1e6
 
 
-def _recorded(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> Recording:
+def _recorded(runtime: Runtime, prompt: BenchPrompt, params: SamplingParams, size: Budget | None) -> Recording:
     recording = Recording()
     with runtime.verifier.ranges.listening(recording):
         runtime.generate([prompt.text], params, SpeculationParams(budget=size))
@@ -124,38 +125,39 @@ def plain_share(bundle: Bundle, runs: list[Run], one_ms: float, copied: float | 
     work between two calls. Each is compared with the bytes for its own number of KV rows.
     """
     generations = [run.generations[PLAIN] for run in runs]
-    step_ms = 1e3 / overall_rate(runs, PLAIN)
+    step_ms = 1e3 / Totals.of(generations).rate
     kv_len = round(float(np.mean([each.prompt_tokens + len(each.token_ids) / 2 for each in generations])))
     measured = min(MEASURED_KV_LEN, bundle.manifest.max_model_len - 1)
     moved, alone = (traffic(bundle, names.VERIFIER, 1, rows).total for rows in (kv_len, measured))
-    found: dict[str, Any] = {"ms": step_ms, "verification_ms": one_ms, "kv_len": kv_len, "bytes": moved}
+    figures: dict[str, Any] = {"ms": step_ms, "verification_ms": one_ms, "kv_len": kv_len, "bytes": moved}
     if copied is None:
-        return {**found, "skipped": "on the CPU `redraft profile --roofline` compares with the memory"}
-    shares = {"share_of_copy": moved / step_ms, "verification_share_of_copy": alone / one_ms}
-    return {**found, "copy_gb_per_second": copied / 1e9,
-            **{name: rate * 1e3 / copied for name, rate in shares.items()}}  # fmt: skip
+        return {**figures, "skipped": "on the CPU `redraft profile --roofline` compares with the memory"}
+    return {
+        **figures,
+        "copy_gb_per_second": copied / 1e9,
+        "share_of_copy": moved / step_ms * 1e3 / copied,
+        "verification_share_of_copy": alone / one_ms * 1e3 / copied,
+    }
 
 
-def step_ms_by_acceptance(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance) -> dict[str, float]:
+def step_ms_by_acceptance(runtime: Runtime, prompt: BenchPrompt, size: Budget, forced: Acceptance) -> dict[str, float]:
     """Return milliseconds of a whole step over trees of one size, accepted by the host or the device; median of rounds.
 
     The host forces acceptance: it reads `accept_output`, draws, writes the path and starts the compaction of its rows.
-    The device's own acceptance, which real text uses, is one chain and one read. It keeps almost no node of these
-    trees.
+    The device accepts as for real text, by one launch and one read, and keeps almost no node of these trees.
     """
     samplers: dict[str, Callable[[], Sampler]] = {
         "host": lambda: SyntheticAcceptance(forced, seed=0), "device": Greedy
     }  # fmt: skip
-    taken: dict[str, list[float]] = {name: [] for name in samplers}
-    for turn in range(_TIMED_ROUNDS + 1):
-        for name, sampler in samplers.items():
-            ms = _steps_ms(runtime, prompt, size, forced, sampler())
-            if turn:
-                taken[name].append(ms)
-    return {name: float(np.median(times)) for name, times in taken.items()}
+    rounds = [
+        [_steps_ms(runtime, prompt, size, forced, sampler()) for sampler in samplers.values()]
+        for _ in range(_TIMED_ROUNDS + 1)
+    ]
+    medians = np.median(rounds[1:], axis=0)  # the first round warms up
+    return dict(zip(samplers, medians.tolist(), strict=True))
 
 
-def _steps_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance, sampler: Sampler) -> float:
+def _steps_ms(runtime: Runtime, prompt: BenchPrompt, size: Budget, forced: Acceptance, sampler: Sampler) -> float:
     """Return mean milliseconds of steps that verify whole trees."""
     drafter = SyntheticDrafter(runtime.verifier, forced)
     cycle = Cycle(runtime.verifier, Speculation(drafter, FixedBudget(size)))
@@ -181,17 +183,15 @@ def bounded(
     time over plain decoding's measured speed. Plain decoding that takes more than t(1) raises both shares. Shares in
     time are t(n) + draft over a step's time, independent of plain decoding.
     """
-    found = achieved(runs, "ngram", table_ms)
-    metrics = [run.generations["ngram"].metrics for run in runs]
-    tokens_a_step = found["mean_acceptance_length"]
-    plain_ms = 1e3 / overall_rate(runs, PLAIN)
-    bound_ms = found["verification_ms"]["step"] + found["draft_ms"]
-    runs_ms = sum(sum(each.stage_ms.values()) for each in metrics) / sum(each.num_steps for each in metrics)
-    on_device = tokens_a_step * plain_ms / step_ms["device"]
+    figures = achieved(runs, "ngram", table_ms)
+    plain, own = (Totals.of(run.generations[name] for run in runs) for name in (PLAIN, "ngram"))
+    plain_ms, runs_ms = 1e3 / plain.rate, sum(own.stage_ms.values()) / own.steps
+    bound_ms = figures["verification_ms"]["step"] + figures["draft_ms"]
+    on_device = own.tau * plain_ms / step_ms["device"]
     return {
         "synthetic_acceptance": list(forced),
         "path_timed": "accepted on the host: it reads the verifier's tokens, no logits, and writes the path it draws",
-        **found,
+        **figures,
         "ms_per_step": {
             "plain": plain_ms,
             "bound": bound_ms,
@@ -202,7 +202,7 @@ def bounded(
         "share_of_bound_in_time": bound_ms / runs_ms,
         "accepted_on_device": {
             "speedup": on_device,
-            "share_of_bound": on_device / found["bound"],
+            "share_of_bound": on_device / figures["bound"],
             "share_of_bound_in_time": bound_ms / step_ms["device"],
         },
     }

@@ -8,17 +8,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from math import log, log10
-from typing import Any
+from typing import Any, NamedTuple
 
-from redraft.bench.compare import PLAIN, Run
-from redraft.bench.draws import draw
-from redraft.bench.prompts import Prompt
-from redraft.bench.summary import difference
-from redraft.bench.turns import Report
+from redraft.bench.compare import PLAIN, Progress, Run
+from redraft.bench.draws import Draws
+from redraft.bench.prompts import BenchPrompt
+from redraft.bench.summary import difference, margin_finder
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controllers import ADAPTIVE
@@ -35,93 +34,67 @@ BATCH = 3
 """Sequences at once, if the bundle allows more than one."""
 _DRAWN_TOKENS = 64
 
-Ids = Sequence[int]
+
+class Variant(NamedTuple):
+    """One way in which a method decodes all prompts. name: of the size of its trees.   slots: sequences at once."""
+
+    name: str
+    speculation: SpeculationParams
+    slots: int
 
 
-@dataclass(frozen=True)
+def variants_of(method: str, slots: int) -> Iterator[Variant]:
+    """Yield the variants of a method: with sizes by costs, in trees and in chains.
+
+    A fixed size leaves lookups out of a pair, so a pair has sizes by costs alone.
+    """
+    if method == PLAIN:  # alone, it is what all are compared with
+        if slots > 1:
+            yield Variant("none", SpeculationParams(PLAIN), slots)
+        return
+    yield Variant("adaptive", SpeculationParams(method), slots)
+    if split_pair(method)[1] is not None:
+        yield Variant("adaptive trees", SpeculationParams(method, budget=TREES, controller=ADAPTIVE), slots)
+        return
+    yield Variant("trees", SpeculationParams(method, budget=TREES), slots)
+    if slots == 1:
+        yield Variant("chains", SpeculationParams(method, budget=CHAINS), slots)
+
+
+@dataclass
 class Proof:
-    """What to prove.
+    """A proof in two parts, so that only one runtime is open at a time: `alone`, then `together` if batches can be.
 
-    temperature: of the sampled part; with 0, only greedy texts are compared.   seed: the first one.
+    token_ids:   of each prompt.
     methods:     all but plain decoding.   draws: by method.
+    temperature: of the sampled part; with 0, only greedy texts are compared.   seed: the first one.
     """
 
-    methods: tuple[str, ...]
+    prompts: Sequence[BenchPrompt]
+    token_ids: Sequence[Sequence[int]]
+    methods: Sequence[str]
     temperature: float
     acceptance: str
     max_tokens: int
     draws: int
     seed: int
-
-    @property
-    def coupled(self) -> bool:
-        """True if sampled texts must equal plain decoding's."""
-        return self.acceptance == COUPLED
-
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        """The temperatures at which texts are compared."""
-        return (0.0, self.temperature) if self.temperature and self.coupled else (0.0,)
-
-    def params(self, temperature: float, number: int = 0) -> SamplingParams:
-        """Return the parameters of a text's request."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=temperature,
-            seed=self.seed + number,
-            ignore_eos=True,
-            logprobs=0,
-        )
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way in which a method decodes all prompts. name: of the size of its trees.   slots: sequences at once."""
-
-    name: str
-    how: SpeculationParams
-    slots: int
-
-
-def ways_of(method: str, slots: int) -> Iterator[Way]:
-    """Return the ways of a method: with sizes by costs, in trees and in chains. A fixed size leaves lookups out of a
-    pair, so a pair has sizes by costs alone.
-    """
-    if method == PLAIN:  # alone, it is what all are compared with
-        if slots > 1:
-            yield Way("none", SpeculationParams(PLAIN), slots)
-        return
-    yield Way("adaptive", SpeculationParams(method), slots)
-    if split_pair(method)[1] is not None:
-        yield Way("adaptive trees", SpeculationParams(method, budget=TREES, controller=ADAPTIVE), slots)
-        return
-    yield Way("trees", SpeculationParams(method, budget=TREES), slots)
-    if slots == 1:
-        yield Way("chains", SpeculationParams(method, budget=CHAINS), slots)
-
-
-class Check:
-    """A proof in two parts, so that only one runtime is open at a time: `alone`, then `together` if batches can be."""
-
-    def __init__(self, prompts: Sequence[Prompt], ids: Sequence[Ids], proof: Proof, report: Report) -> None:
-        """ids: of each prompt."""
-        self._prompts, self._ids, self._proof, self._report = prompts, ids, proof, report
-        self._plain: dict[float, list[Generation]] = {}
-        self._seeds: dict[str, Any] | None = None
-        self._texts: dict[str, list[dict[str, Any]]] = {method: [] for method in (PLAIN, *proof.methods)}
-        self._drawn: dict[str, dict[str, Any]] = {}
+    progress: Progress
+    _plain: dict[float, list[Generation]] = field(default_factory=dict)
+    _seeds: dict[str, Any] | None = None
+    _texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _drawn: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def alone(self, runtime: Runtime) -> None:
         """Compare texts of one sequence at a time, and test distributions."""
-        proof = self._proof
-        self._report("plain decoding")
-        plain = SpeculationParams(PLAIN)
-        self._plain = {one: self._generations(runtime, one, plain) for one in proof.temperatures}
+        self.progress("plain decoding")
+        coupled = self.acceptance == COUPLED  # then sampled texts must equal plain decoding's
+        temperatures = (0.0, self.temperature) if self.temperature and coupled else (0.0,)
+        self._plain = {each: self._generations(runtime, each, SpeculationParams(PLAIN)) for each in temperatures}
         self._compare_all(runtime, 1)
-        if proof.temperature:
-            if proof.coupled:
+        if self.temperature:
+            if coupled:
                 self._seeds = self._compare_seeds(runtime)
-            drawn = (PLAIN,) if proof.coupled else proof.methods
+            drawn = (PLAIN,) if coupled else self.methods
             for method in drawn:
                 self._drawn[method] = self._test(runtime, method, FALSE_ALARM / len(drawn))
 
@@ -143,32 +116,38 @@ class Check:
             "warnings": list(_warnings(methods, self._seeds)),
         }
 
+    def _params(self, temperature: float, number: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=temperature, seed=self.seed + number, ignore_eos=True, logprobs=0
+        )
+
     def _generations(
-        self, runtime: Runtime, temperature: float, how: SpeculationParams, first: int = 0
+        self, runtime: Runtime, temperature: float, speculation: SpeculationParams, first: int = 0
     ) -> list[Generation]:
-        params = [self._proof.params(temperature, first + number) for number in range(len(self._ids))]
-        return runtime.generate(self._ids, params, how)
+        params = [self._params(temperature, first + number) for number in range(len(self.token_ids))]
+        return runtime.generate(self.token_ids, params, speculation)
 
     def _compare_all(self, runtime: Runtime, slots: int) -> None:
-        for method, texts in self._texts.items():
-            for way in ways_of(method, slots):
-                self._report(f"texts of {method}, {way.name}, {slots} at a time")
-                texts += [self._compare(runtime, way, temperature) for temperature in self._proof.temperatures]
+        for method in (PLAIN, *self.methods):
+            texts = self._texts.setdefault(method, [])
+            for variant in variants_of(method, slots):
+                self.progress(f"texts of {method}, {variant.name}, {slots} at a time")
+                texts += [self._compare(runtime, variant, temperature) for temperature in self._plain]
 
-    def _compare(self, runtime: Runtime, way: Way, temperature: float) -> dict[str, Any]:
-        """Return how a way's texts differ from plain decoding's, and its drafts."""
-        others = self._generations(runtime, temperature, way.how)
+    def _compare(self, runtime: Runtime, variant: Variant, temperature: float) -> dict[str, Any]:
+        """Return how a variant's texts differ from plain decoding's, and its drafts."""
+        others = self._generations(runtime, temperature, variant.speculation)
         differences = []
         for number, (plain, other) in enumerate(zip(self._plain[temperature], others, strict=True)):
-            run = Run(self._prompts[number], self._ids[number], {PLAIN: plain, way.name: other})
-            params = self._proof.params(temperature, number)
-            found = difference(run, way.name, partial(_margin, runtime, params))
-            differences += [found] if found else []
+            run = Run(self.prompts[number], self.token_ids[number], {PLAIN: plain, variant.name: other})
+            margin_of = margin_finder(runtime, self._params(temperature, number))
+            if differs := difference(run, variant.name, margin_of):
+                differences.append(differs)
         near = bool(differences) and all(one["near_tie"] for one in differences)
         return {
             "temperature": temperature,
-            "trees": way.name,
-            "max_num_seqs": way.slots,
+            "trees": variant.name,
+            "max_num_seqs": variant.slots,
             "texts": len(others),
             "tokens": sum(len(one.token_ids) for one in others),
             "num_draft_tokens": sum(one.metrics.num_draft_tokens for one in others),
@@ -182,9 +161,8 @@ class Check:
 
         same_texts_log10: logarithm of the probability that other seeds write all the same texts.
         """
-        temperature = self._proof.temperature
-        plain = self._plain[temperature]
-        others = self._generations(runtime, temperature, SpeculationParams(PLAIN), len(self._ids))
+        plain = self._plain[self.temperature]
+        others = self._generations(runtime, self.temperature, SpeculationParams(PLAIN), len(self.token_ids))
         differing = sum(one.token_ids != other.token_ids for one, other in zip(plain, others, strict=True))
         chance = sum(token.logprob for one in plain for token in one.logprobs or ()) / log(10)
         return {
@@ -199,41 +177,25 @@ class Check:
 
         level: probability of a false alarm.   total_variation: the smallest bias of the next token that is found.
         """
-        proof = self._proof
         params = SamplingParams(
-            max_tokens=_DRAWN_TOKENS, temperature=proof.temperature, seed=proof.seed, ignore_eos=True,
-            acceptance=proof.acceptance,
+            max_tokens=_DRAWN_TOKENS, temperature=self.temperature, seed=self.seed, ignore_eos=True,
+            acceptance=self.acceptance,
         )  # fmt: skip
-
-        def report(line: str) -> None:
-            self._report(f"draws of {method}, {line}")
-
-        found = draw(runtime, self._ids, params, method, _drawn_budget(method, proof.acceptance), proof.draws, report)
-        fits = found.tally.fits() if found.draws else {}
+        budget = CHAINS if self.acceptance == BLOCK else DRAWN_TREES if split_pair(method)[1] is None else DRAWN_PAIRS
+        draws = Draws(method, params, budget, self.draws)
+        drawn = draws.draw(runtime, self.token_ids, lambda line: self.progress(f"draws of {method}, {line}"))
+        fits = drawn.tally.fits() if drawn.draws else {}
         bound = level / max(len(fits), 1)
         return {
-            "draws": found.draws,
-            "trees": [str(kind) for kind in found.kinds],
-            "num_draft_tokens": found.drafted,
-            "num_accepted_draft_tokens": found.accepted,
+            "draws": drawn.draws,
+            "trees": [str(kind) for kind in drawn.kinds],
+            "num_draft_tokens": drawn.drafted,
+            "num_accepted_draft_tokens": drawn.accepted,
             "tests": {name: {**vars(fit), "p_value": fit.p_value} for name, fit in fits.items()},
             "least_p_value": bound,
             "total_variation": fits["ranks"].detectable(bound) if fits else None,
             "holds": all(fit.p_value >= bound for fit in fits.values()),
         }
-
-
-def _drawn_budget(method: str, acceptance: str) -> Budget:
-    if acceptance == BLOCK:
-        return CHAINS
-    return DRAWN_TREES if split_pair(method)[1] is None else DRAWN_PAIRS
-
-
-def _margin(runtime: Runtime, params: SamplingParams, run: Run, token: int) -> float | None:
-    """Return the lead of a token's score in plain decoding, by decoding again; None past its end."""
-    (again,) = runtime.generate([run.token_ids], params, PLAIN, record_logit_margins=True)
-    margins = again.logit_margins or ()
-    return margins[token] if token < len(margins) else None
 
 
 def _is_exact(runtime: Runtime) -> bool:
@@ -242,19 +204,25 @@ def _is_exact(runtime: Runtime) -> bool:
 
 
 def _warnings(methods: Mapping[str, Mapping[str, Any]], seeds: Mapping[str, Any] | None) -> Iterator[str]:
-    """Return what the proof does not show."""
-    for method, found in methods.items():
+    """Yield what the proof does not show."""
+    for method, one in methods.items():
         if method == PLAIN:
             continue
-        drawn = found["distribution"]
-        if drawn is not None and not drawn["draws"]:
-            yield f"{method}: no text of the prompts had a draft to draw from"
-        parts = [(text["temperature"], text) for text in found["texts"]]
-        for temperature in dict.fromkeys(place for place, _ in parts):
-            several = [part for place, part in parts if place == temperature]
-            yield from _without_drafts(f"{method}, texts at temperature {temperature:g}", several)
+        parts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for text in one["texts"]:
+            parts[f"texts at temperature {text['temperature']:g}"].append(text)
+        drawn = one["distribution"]
         if drawn is not None and drawn["draws"]:
-            yield from _without_drafts(f"{method}, draws", [drawn])
+            parts["draws"] = [drawn]
+        elif drawn is not None:
+            yield f"{method}: no text of the prompts had a draft to draw from"
+        for name, some in parts.items():
+            drafted, accepted = drafts_of(some)
+            if not accepted:
+                yield (
+                    f"{method}, {name}: none of {drafted} drafted tokens was accepted, so this proves nothing about "
+                    "accepted drafts"
+                )
     if seeds is not None and not seeds["differing"] and seeds["holds"]:
         yield "two seeds wrote the same texts, which this temperature makes likely: a higher one shows more"
 
@@ -262,14 +230,6 @@ def _warnings(methods: Mapping[str, Mapping[str, Any]], seeds: Mapping[str, Any]
 def drafts_of(parts: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """Return the drafted and the accepted tokens of several comparisons."""
     return sum(part["num_draft_tokens"] for part in parts), sum(part["num_accepted_draft_tokens"] for part in parts)
-
-
-def _without_drafts(what: str, parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    drafted, accepted = (
-        sum(part[name] for part in parts) for name in ("num_draft_tokens", "num_accepted_draft_tokens")
-    )
-    if not accepted:
-        yield f"{what}: none of {drafted} drafted tokens was accepted, so this proves nothing about accepted drafts"
 
 
 def check_methods(runtime: Runtime, method: str | None) -> tuple[str, ...]:

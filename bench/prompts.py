@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from redraft.errors import DataError, UsageError
+from redraft.files import read_text
 
 ALL = "all"
 """The name of all kinds together."""
@@ -17,8 +18,8 @@ FORM = 'expected an object such as {"id": "p1", "category": "code", "turns": ["d
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt and the kind of text it asks for.
+class BenchPrompt:
+    """One prompt of a file, and the kind of text it asks for.
 
     text: the first turn, and all of the prompt outside a chat.   later_turns: of the user, in a chat.
     """
@@ -34,7 +35,7 @@ class Prompt:
         return self.text, *self.later_turns
 
 
-def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Prompt, ...]:
+def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[BenchPrompt, ...]:
     """Return the prompts of all files, at most `limit` of each kind, with kinds taking turns.
 
     Raises UsageError for a missing file and a limit below 1, DataError naming file and line for one that cannot be read
@@ -43,34 +44,24 @@ def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Promp
     if limit is not None and limit < 1:
         raise UsageError(f"a limit of {limit} leaves no prompt", "give --limit at least 1")
     listed = list(files)
-    prompts = [prompt for file in listed for prompt in _read(file)]
-    if not prompts:
-        raise DataError(f"no prompts in {', '.join(map(str, listed))}", FORM)
-    seen: Counter[str] = Counter()
-    ranked = []
-    for prompt in prompts:
-        if limit is None or seen[prompt.kind] < limit:
+    ranked, seen = [], Counter[str]()
+    for file in listed:
+        for prompt in _read(file):
             ranked.append((seen[prompt.kind], prompt))
-        seen[prompt.kind] += 1
-    return tuple(prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0]))
+            seen[prompt.kind] += 1
+    if not ranked:
+        raise DataError(f"no prompts in {', '.join(map(str, listed))}", FORM)
+    ranked.sort(key=lambda pair: pair[0])
+    return tuple(prompt for rank, prompt in ranked if limit is None or rank < limit)
 
 
-def read_text(file: Path) -> str:
-    """Return a UTF-8 text file. Raises UsageError if it cannot be opened, DataError if it is not UTF-8."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}", "check the path") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 (byte {error.start})", "convert it, for example with iconv") from error
+def _read(file: Path) -> Iterator[BenchPrompt]:
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        if line.strip():
+            yield _prompt(line, f"{file}, line {number}", file.stem)
 
 
-def _read(file: Path) -> list[Prompt]:
-    lines = enumerate(read_text(file).split("\n"), start=1)
-    return [_prompt(line, f"{file}, line {number}", file.stem) for number, line in lines if line.strip()]
-
-
-def _prompt(line: str, where: str, default_kind: str) -> Prompt:
+def _prompt(line: str, where: str, default_kind: str) -> BenchPrompt:
     try:
         value: Any = json.loads(line)
     except ValueError as error:
@@ -84,4 +75,4 @@ def _prompt(line: str, where: str, default_kind: str) -> Prompt:
     kind = str(value.get("category", default_kind))
     if kind == ALL:
         raise DataError(f"{where}: the kind {ALL!r} stands for all kinds together", "rename the category, or the file")
-    return Prompt(str(value.get("id", where)), kind, turns[0], tuple(turns[1:]))
+    return BenchPrompt(str(value.get("id", where)), kind, turns[0], tuple(turns[1:]))

@@ -10,38 +10,36 @@ speeds over its own plain decoding at temperature 0. `--write` replaces the line
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import one_line_errors
+from redraft.bench.command import one_line_errors, read_json
 from redraft.bench.prompts import ALL
 from redraft.bench.statistics import interval_text
 from redraft.errors import UsageError
+from redraft.files import read_text
 
 BEGIN, END = "<!-- report: begin -->", "<!-- report: end -->"
-_FORM = "report.json of `redraft bench --report`"
+_HINT = "give report.json of `redraft bench --report`"
 
 
 def main() -> None:
-    """Print the table, or write it between the markers of a file. Raises UsageError."""
+    """Print the table, or write it between the markers of a file. Raises UsageError and DataError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, help="report.json of `redraft bench --report`")
     parser.add_argument("second", type=Path, nargs="?", help="report.json of another precision")
     parser.add_argument("--write", type=Path, help="a file with the markers")
     options = parser.parse_args()
-    text = table(_read(options.report), _read(options.second) if options.second else None)
+    text = table(*(read_json(path, _HINT) for path in (options.report, options.second) if path))
     if options.write is None:
         print(text)
         return
+    page = placed(read_text(options.write), text)
     try:
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(placed(page, text), encoding="utf-8")
+        options.write.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {options.write}: {error.strerror}", "give another file") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{options.write} is not UTF-8", "give another file") from None
 
 
 def table(report: Mapping[str, Any], second: Mapping[str, Any] | None = None) -> str:
@@ -50,16 +48,19 @@ def table(report: Mapping[str, Any], second: Mapping[str, Any] | None = None) ->
     Raises UsageError for JSON of another form.
     """
     try:
-        head = ["method", "speed, T = 0", "τ", "speed, T = 1"]
-        rows = [[f"`{name}`", *_cells(report, name)] for name in report["methods"]]
+        rows = [["method", "speed, T = 0", "τ", "speed, T = 1"], ["---"] * 4]
+        for name in report["methods"]:
+            tau = report["temperatures"]["0"]["tokens_a_step"].get(name, {}).get(ALL)
+            shown = f"{tau['tau']:.2f}" if tau else "-"
+            rows.append([f"`{name}`", _speed(report, "0", name), shown, _speed(report, "1", name)])
         if second is not None:
-            head.append(f"{second['environment']['model']['precision']}: speed, T = 0")
-            for name, row in zip(report["methods"], rows, strict=True):
+            rows[0].append(f"{second['environment']['model']['precision']}: speed, T = 0")
+            rows[1].append("---")
+            for name, row in zip(report["methods"], rows[2:], strict=True):
                 row.append(_speed(second, "0", name))
     except (LookupError, TypeError, AttributeError, ValueError):
-        raise UsageError("the file has no figures of a report", f"give {_FORM}") from None
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+        raise UsageError("the file has no figures of a report", _HINT) from None
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def placed(page: str, text: str) -> str:
@@ -71,28 +72,13 @@ def placed(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def _cells(report: Mapping[str, Any], name: str) -> list[str]:
-    tau = report["temperatures"]["0"]["tokens_a_step"].get(name, {}).get(ALL)
-    return [_speed(report, "0", name), f"{tau['tau']:.2f}" if tau else "-", _speed(report, "1", name)]
-
-
 def _speed(report: Mapping[str, Any], temperature: str, name: str) -> str:
     """Return a method's speed with its interval, if it has one."""
-    found = report["temperatures"].get(temperature, {}).get("speeds", {}).get(name, {}).get(ALL)
-    if not found:
+    figures = report["temperatures"].get(temperature, {}).get("speeds", {}).get(name, {}).get(ALL)
+    if not figures:
         return "-"
-    bounds: Sequence[float] | None = found["interval"]
-    return f"{found['speed']:.2f}" + (f" ({interval_text(bounds[0], bounds[1])})" if bounds else "")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "give a report.json") from None
-    except ValueError:
-        raise UsageError(f"{path} is no JSON", f"give {_FORM}") from None
-    return found if isinstance(found, dict) else {}
+    interval = figures["interval"]
+    return f"{figures['speed']:.2f}" + (f" ({interval_text(interval)})" if interval else "")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from redraft.bench.compare import Run, Settings, speculation
-from redraft.bench.turns import Report
-from redraft.runtime import Budget, Runtime, SpeculationParams
+from redraft.bench.compare import Progress, Run, Settings, speculation
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.trace import replay
 
 CHAIN = 5
@@ -25,53 +24,50 @@ BIN = 16
 """Positions of the output that make one point of SD²'s Figure 5."""
 
 
+def trace_of(
+    runtime: Runtime, token_ids: Sequence[int], params: SamplingParams, how: SpeculationParams
+) -> tuple[list[str], list[int]]:
+    """Decode once. Return the lines of the trace, none for one token, and the tokens of prompt and output."""
+    file = io.StringIO()
+    (generation,) = runtime.generate([token_ids], params, how, trace=file)
+    return file.getvalue().splitlines(), [*token_ids, *generation.token_ids]
+
+
 def depths(
-    runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings, report: Report
+    runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings, progress: Progress
 ) -> dict[str, Any]:
     """Return acceptance by depth of every drafter's chains of at most CHAIN tokens, over texts that do not loop.
 
-    A drafter of trees drafts a deep chain only if it is sure of it, so its figures are those of its surest drafts. Give
-    engines whose drafters draft chains to have the same drafts of all methods.
+    A drafter of trees drafts a deep chain only if it is sure of it. Engines whose drafters draft chains avoid that.
     """
-    found, chain = {}, Budget(CHAIN, CHAIN, 1)
-    some = [run for run in runs if not run.loops]
+    figures = {}
     for name in methods:
-        report(f"chains of {name}")
-        file = io.StringIO()
-        how = SpeculationParams(name, budget=chain)
-        texts = []
-        for run in some:
-            before = file.tell()
-            made = runtime.generate([run.token_ids], settings.params, how, trace=file)[0]
-            if file.tell() > before:  # a text of one token takes no step, and has no line
-                texts.append([*run.token_ids, *made.token_ids])
-        found[name] = by_depth(file.getvalue().splitlines(), texts)
-    return found
+        progress(f"chains of {name}")
+        how = SpeculationParams(name, budget=Budget(CHAIN, CHAIN, 1))
+        steady = [run for run in runs if not run.loops]
+        figures[name] = by_depth([trace_of(runtime, run.token_ids, settings.params, how) for run in steady])
+    return figures
 
 
-def by_depth(lines: Sequence[str], texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return figures by depth from 1 of the chains in a trace: a list of each.
+def by_depth(traces: Sequence[tuple[Sequence[str], Sequence[int]]]) -> dict[str, Any]:
+    """Return figures by depth from 1 of the chains in traces, each with the tokens of its prompt and output.
 
-    lines: of the trace; every request's first line begins the next of `texts`.   texts: tokens of prompt and output.
     drafts:      of at least this depth.   conditional: share that is right, of those that were right before.
     misaligned:  share whose token at this depth is not the text's (Figure 1c).
     """
     drafts, wrong, before, right = (np.zeros(CHAIN, int) for _ in range(4))
-    number, text = -1, texts[0] if texts else []
-    for line in map(json.loads, lines):
-        if "prompt" in line:
-            number += 1
-            text = texts[number]
-        if "position" not in line:
-            continue
-        still = True
-        following = text[line["position"] + 1 :]
-        for depth, (token, actual) in enumerate(zip(line["tokens"][1:], following, strict=False)):
-            drafts[depth] += 1
-            before[depth] += still
-            wrong[depth] += token != actual
-            still = still and token == actual
-            right[depth] += still
+    for lines, text in traces:
+        for line in map(json.loads, lines):
+            if "position" not in line:
+                continue
+            still = True
+            following = text[line["position"] + 1 :]
+            for depth, (token, actual) in enumerate(zip(line["tokens"][1:], following, strict=False)):
+                drafts[depth] += 1
+                before[depth] += still
+                wrong[depth] += token != actual
+                still = still and token == actual
+                right[depth] += still
     return {
         "drafts": drafts.tolist(),
         "conditional": [float(r / b) for r, b in zip(right, before, strict=True) if b],
@@ -80,44 +76,33 @@ def by_depth(lines: Sequence[str], texts: Sequence[Sequence[int]]) -> dict[str, 
 
 
 def traced(
-    runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings, report: Report
+    runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings, progress: Progress
 ) -> dict[str, list[list[str]]]:
-    """Return by method the lines of a trace of every run whose text does not loop.
-
-    Each run is decoded once more, as it was measured but not timed, since writing a trace takes time.
-    """
-    found: dict[str, list[list[str]]] = {}
+    """Decode every run whose text does not loop once more, not timed. Return by method the lines of the traces."""
+    traces: dict[str, list[list[str]]] = {}
     for name in methods:
-        report(f"traces of {name}")
-        found[name] = []
-        for run in runs:
-            if run.loops:
-                continue
-            file = io.StringIO()
-            runtime.generate([run.token_ids], settings.params, speculation(name, settings), trace=file)
-            found[name].append(file.getvalue().splitlines())
-    return found
+        progress(f"traces of {name}")
+        how = speculation(name, settings)
+        traces[name] = [trace_of(runtime, run.token_ids, settings.params, how)[0] for run in runs if not run.loops]
+    return traces
 
 
 def by_position(traces: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Return the accepted drafted tokens of a block by position in the output, in bins of BIN (SD², Figure 5).
 
-    traces: of one request each.
-    A block is what one verification adds, and its position is that of its last token, 0 for the output's first token.
+    traces: of one request each. A verification adds a block, whose position is that of its last token.
     `position` is the middle of a bin, `accepted` the mean over its `blocks`. A bin without blocks is left out.
     """
-    blocks, accepted = Counter[int](), Counter[int]()
+    accepted: dict[int, list[int]] = defaultdict(list)
     for lines in traces:
         prompt = 0
         for line in map(json.loads, lines):
             prompt = len(line["prompt"]) if "prompt" in line else prompt
             if "position" in line:
-                place = (line["position"] + len(line["committed"]) - prompt) // BIN
-                blocks[place] += 1
-                accepted[place] += len(line["path"])
+                accepted[(line["position"] + len(line["committed"]) - prompt) // BIN].append(len(line["path"]))
     return [
-        {"position": place * BIN + BIN // 2, "accepted": accepted[place] / blocks[place], "blocks": blocks[place]}
-        for place in sorted(blocks)
+        {"position": place * BIN + BIN // 2, "accepted": sum(counts) / len(counts), "blocks": len(counts)}
+        for place, counts in sorted(accepted.items())
     ]
 
 
@@ -127,12 +112,12 @@ def estimates(traces: Sequence[Sequence[str]]) -> dict[str, Any] | None:
     traces: of one request each.   steps: those whose size the controller chose by cost. Returns None without any.
     Raises DataError for a trace that does not follow from its own lines.
     """
-    played = [replay(lines) for lines in traces]
-    steps = sum(one.weighed for one in played)
+    replays = [replay(lines) for lines in traces]
+    steps = sum(one.weighed for one in replays)
     if not steps:
         return None
     return {
-        "predicted": 1 + sum(sum(one.expected.values()) for one in played) / steps,
-        "measured": 1 + sum(one.observed.total() for one in played) / steps,
+        "predicted": 1 + sum(sum(one.expected.values()) for one in replays) / steps,
+        "measured": 1 + sum(one.observed.total() for one in replays) / steps,
         "steps": steps,
     }

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,13 +23,12 @@ from redraft import names
 from redraft.bench.environment import SETTLE_SECONDS, usable_threads
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Buffer, Device, byte_size
-from redraft.engines.drafters import BuiltDrafter, drafter_of, read_drafters
+from redraft.engines.drafters import drafter_of, read_drafters
 from redraft.engines.host_device import HostDevice
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.engine import EngineDrafter
 from redraft.runtime.verifier import Verifier, open_verifier
 
@@ -88,22 +87,24 @@ def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
     """
     record = bundle.graph(graph)
     sizes = {"B": 1, "T": tokens, "R": tokens, "M": tokens}
-    drafter = drafter_of(bundle.manifest, graph)
-    spec = drafter.method.graphs[graph.removesuffix(names.SINGLE).removeprefix(f"{drafter.id}.")] if drafter else None
-    chained = spec.chain_steps(drafter.shape) - 1 if drafter and spec and spec.chain_steps else 0
-    looked_up = spec.looked_up(drafter.shape) if drafter and spec else {}
-    bound = {table.name for table in drafter.method.tables(drafter.shape)} if drafter else set()
-    caches = [spec for spec in record.inputs if names.is_cache(spec.name)]
-    tables = [spec for spec in record.inputs if spec.name in bound]
-    others = [spec for spec in record.inputs if spec not in caches and spec not in tables]
-    kv_row = sum(_bytes(spec, {"B": 1, "C": 1}) for spec in caches)
-    return Traffic(
-        weights=_initializers(bundle.path / record.file, tokens) + _table_bytes(tables, looked_up),
-        kv_read=kv_len * kv_row,
-        kv_written=(tokens + chained) * kv_row,
-        inputs=sum(_bytes(spec, sizes) for spec in others),
-        outputs=sum(_bytes(spec, sizes) for spec in record.outputs if spec.in_place_of is None),
-    )
+    further, tables = 0, set[str]()
+    table_rows: Mapping[str, int] = {}
+    if drafter := drafter_of(bundle.manifest, graph):
+        spec = drafter.method.graphs[graph.removesuffix(names.SINGLE).removeprefix(f"{drafter.id}.")]
+        further = spec.chain_steps(drafter.shape) - 1 if spec.chain_steps else 0
+        table_rows = spec.looked_up(drafter.shape)
+        tables = {table.name for table in drafter.method.tables(drafter.shape)}
+    weights, inputs, kv_row = _initializers(bundle.path / record.file, tokens), 0, 0
+    for tensor in record.inputs:
+        if names.is_cache(tensor.name):
+            kv_row += _bytes(tensor, {"B": 1, "C": 1})
+        elif tensor.name in tables:
+            rows = int(tensor.shape[0])
+            weights += _bytes(tensor, {}) * table_rows.get(tensor.name, rows) // rows
+        else:
+            inputs += _bytes(tensor, sizes)
+    outputs = sum(_bytes(tensor, sizes) for tensor in record.outputs if tensor.in_place_of is None)
+    return Traffic(weights, kv_len * kv_row, (tokens + further) * kv_row, inputs, outputs)
 
 
 def _bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
@@ -119,24 +120,16 @@ def _initializers(graph: Path, tokens: int) -> int:
             uses[name].add((node.op_type, place))
     total = 0
     for tensor in model.graph.initializer:
-        size, rows = _size(tensor), tensor.dims[0] if tensor.dims else 1
-        looked_up = size * min(tokens, rows) // rows if uses[tensor.name] & _ROWS_ONLY else 0
-        total += looked_up + (size if uses[tensor.name] - _ROWS_ONLY else 0)
+        lengths = [int(entry.value) for entry in tensor.external_data if entry.key == "length"]
+        size = lengths[0] if lengths else int(onnx.numpy_helper.to_array(tensor).nbytes)
+        rows = tensor.dims[0] if tensor.dims else 1
+        total += size * min(tokens, rows) // rows if uses[tensor.name] & _ROWS_ONLY else 0
+        total += size if uses[tensor.name] - _ROWS_ONLY else 0
     return total
 
 
-def _size(tensor: onnx.TensorProto) -> int:
-    lengths = [int(entry.value) for entry in tensor.external_data if entry.key == "length"]
-    return lengths[0] if lengths else int(onnx.numpy_helper.to_array(tensor).nbytes)
-
-
-def _table_bytes(tables: list[TensorSpec], looked_up: Mapping[str, int]) -> int:
-    """Return the bytes of a drafter's tables that a call reads. looked_up: rows by table; others are read whole."""
-    return sum(_bytes(spec, {}) * looked_up.get(spec.name, int(spec.shape[0])) // int(spec.shape[0]) for spec in tables)
-
-
 @dataclass(frozen=True)
-class Measured:
+class EngineSpeed:
     """One kind of call: the bytes it must move, its least time, and the resulting speed."""
 
     graph: str
@@ -161,22 +154,11 @@ class Roofline:
     read: float | None
     copy: float
     streamed_bytes: int
-    engines: tuple[Measured, ...]
+    engines: tuple[EngineSpeed, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return {**asdict(self), "engines": [asdict(found) for found in self.engines]}
-
-
-class Memory(Protocol):
-    """A memory with its bandwidth. `read`, `copy`: best so far, GB/s; reading is None if it is not measured."""
-
-    read: float | None
-    copy: float
-    size: int
-
-    def run(self) -> None:
-        """Measure everything once."""
+        """Return a JSON object."""
+        return asdict(self)
 
 
 def measure(
@@ -191,16 +173,22 @@ def measure(
     bundle, count = open_bundle(path, verify=False), threads or usable_threads()
     kv_len = min(kv_len, bundle.manifest.max_model_len - nodes)
     if device is None and bundle.manifest.tensorrt is None:
-        return _timed(bundle, "host", count, kv_len, _on_host(bundle, count, nodes, kv_len), Stream(count))
+        return _timed(bundle, "host", count, kv_len, _on_host(bundle, count, nodes, kv_len), HostStream(count))
     with Runtime.open(path, threads, verify=False, device=device) as runtime:
         verifier = runtime.verifier
-        calls = _on_device(bundle, verifier, min(nodes, verifier.largest_tree), kv_len)
+        tokens = 1, min(nodes, verifier.largest_tree)
+        calls = [*_verifying(names.VERIFIER, verifier, tokens, kv_len), *_drafting(bundle, verifier, kv_len)]
         name = verifier.device.name
         return _timed(bundle, name, None if name == "cuda" else count, kv_len, calls, DeviceStream(verifier.device))
 
 
 def _timed(
-    bundle: Bundle, device: str, threads: int | None, kv_len: int, timed: Iterable[Timed], memory: Memory
+    bundle: Bundle,
+    device: str,
+    threads: int | None,
+    kv_len: int,
+    timed: Iterable[Timed],
+    memory: HostStream | DeviceStream,
 ) -> Roofline:
     calls = {(graph, tokens): call for graph, tokens, call in timed}
     least = dict.fromkeys(calls, math.inf)
@@ -209,75 +197,74 @@ def _timed(
             time.sleep(SETTLE_SECONDS)
             least[key] = min(least[key], *[call() for _ in range(_RUNS)])
         memory.run()
-    best = max(memory.read or 0.0, memory.copy)
-    engines = tuple(_measured(bundle, *key, kv_len, ms, best) for key, ms in least.items())
-    return Roofline(device, threads, kv_len, memory.read, memory.copy, memory.size, engines)
-
-
-def _measured(bundle: Bundle, graph: str, tokens: int, kv_len: int, ms: float, bandwidth: float) -> Measured:
-    moved = traffic(bundle, graph, tokens, kv_len)
-    speed = moved.total / ms / 1e6
-    return Measured(graph, tokens, moved, ms, speed, speed / bandwidth)
+    bandwidth = max(memory.read or 0.0, memory.copy)
+    engines = []
+    for (graph, tokens), ms in least.items():
+        moved = traffic(bundle, graph, tokens, kv_len)
+        speed = moved.total / ms / 1e6
+        engines.append(EngineSpeed(graph, tokens, moved, ms, speed, speed / bandwidth))
+    return Roofline(device, threads, kv_len, memory.read, memory.copy, memory.size, tuple(engines))
 
 
 def _on_host(bundle: Bundle, threads: int, nodes: int, kv_len: int) -> Iterator[Timed]:
     """Yield calls of the CPU's engines over arrays."""
-    manifest = bundle.manifest
     for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE):
-        if graph in manifest.graphs:
+        if graph in bundle.manifest.graphs:
             device = HostDevice(bundle, threads, step_graphs=False, max_num_seqs=1, verifier_graph=graph)
             verifier = open_verifier(bundle, device)
-            for tokens in (1, nodes):
-                yield graph, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
-    for drafter in read_drafters(manifest):
-        loaded = load_drafter(drafter.id, verifier, {}, bundle)
-        yield from _drafting(loaded, drafter, kv_len, single=True)
+            yield from _verifying(graph, verifier, (1, nodes), kv_len)
+    yield from _drafting(bundle, verifier, kv_len, f"{names.DRAFT}{names.SINGLE}")
 
 
-def _on_device(bundle: Bundle, verifier: Verifier, nodes: int, kv_len: int) -> Iterator[Timed]:
-    """Yield calls of the programs over a device's buffers; no graph is lowered for one sequence."""
-    for tokens in (1, nodes):
-        yield names.VERIFIER, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
+def _verifying(graph: str, verifier: Verifier, sizes: Iterable[int], kv_len: int) -> Iterator[Timed]:
+    for tokens in sizes:
+        yield graph, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
+
+
+def _drafting(bundle: Bundle, verifier: Verifier, kv_len: int, lowered: str = names.DRAFT) -> Iterator[Timed]:
+    """Yield calls of all drafters. lowered: the form of the draft's graph that runs, if the bundle has it."""
     for drafter in read_drafters(bundle.manifest):
         loaded = load_drafter(drafter.id, verifier, {}, bundle)
-        yield from _drafting(loaded, drafter, kv_len, single=False)
+        assert isinstance(loaded, EngineDrafter)
+        draft = lowered if lowered in drafter.record.graphs else names.DRAFT
+        yield drafter.graph(draft), CATCH_UP_ROWS, partial(_draft_ms, loaded, kv_len, 0)
+        if names.RESAMPLE in drafter.record.graphs:
+            yield drafter.graph(names.RESAMPLE), 1, partial(_draft_ms, loaded, kv_len, 1)
 
 
-def _drafting(loaded: Drafter, drafter: BuiltDrafter, kv_len: int, single: bool) -> Iterator[Timed]:
-    """Yield a drafter's calls. single: True if the form for one sequence runs, when the bundle has one."""
-    assert isinstance(loaded, EngineDrafter)
-    lowered = f"{names.DRAFT}{names.SINGLE}"
-    draft = lowered if single and lowered in drafter.record.graphs else names.DRAFT
-    yield drafter.graph(draft), CATCH_UP_ROWS, lambda: loaded.measure_ms(CATCH_UP_ROWS, kv_len)[0]
-    if names.RESAMPLE in drafter.record.graphs:
-        yield drafter.graph(names.RESAMPLE), 1, lambda: loaded.measure_ms(CATCH_UP_ROWS, kv_len)[1]
+def _draft_ms(loaded: EngineDrafter, kv_len: int, part: int) -> float:
+    """Return the time of drafting (part 0) or of resampling."""
+    return loaded.measure_ms(CATCH_UP_ROWS, kv_len)[part]
 
 
-class Stream:
-    """Host memory: reads and copies `size` bytes, more than caches hold, on all threads."""
+class HostStream:
+    """Host memory: reads and copies `size` bytes, more than caches hold, on all threads.
+
+    read, copy: the best bandwidth so far, GB/s. A copy moves each byte twice.
+    """
 
     def __init__(self, threads: int, size: int = STREAMED_BYTES) -> None:
-        self.read: float | None = 0.0
-        self.copy = 0.0
-        self.size = size
+        self.read, self.copy, self.size = 0.0, 0.0, size
         self._parts = [np.ones(size // threads // 4, np.float32) for _ in range(threads)]
         self._copies = [np.zeros_like(part) for part in self._parts]
         self._pool = ThreadPoolExecutor(threads)
 
     def run(self) -> None:
-        """Measure reading and copying once. A copy moves each byte twice."""
+        """Measure reading and copying once."""
         moved = sum(part.nbytes for part in self._parts)
         read = _seconds(lambda: list(self._pool.map(np.maximum.reduce, self._parts)))
         copied = _seconds(lambda: list(self._pool.map(np.copyto, self._copies, self._parts)))
-        self.read, self.copy = max(self.read or 0.0, moved / read / 1e9), max(self.copy, 2 * moved / copied / 1e9)
+        self.read, self.copy = max(self.read, moved / read / 1e9), max(self.copy, 2 * moved / copied / 1e9)
 
 
 class DeviceStream:
-    """Device memory, by the device's own copy: half of `size` or less if no more is free. Raises BackendError."""
+    """Device memory, by the device's own copy: half of `size` or less if no more is free. Raises BackendError.
+
+    read, copy: as of HostStream; a device does not read.
+    """
 
     def __init__(self, device: Device, size: int = STREAMED_BYTES) -> None:
-        self.read: float | None = None
-        self.copy = 0.0
+        self.read, self.copy = None, 0.0
         self.target, source = _ends(device, size)
         self.size = source.shape[0]
         source.write(np.ones(self.size, np.uint8))  # unwritten host pages share one page, which caches hold
@@ -285,7 +272,7 @@ class DeviceStream:
         self._device = device
 
     def run(self) -> None:
-        """Measure copying once. A copy moves each byte twice."""
+        """Measure copying once."""
         self._device.wait()
         seconds = _seconds(self._copies)
         self.copy = max(self.copy, 2 * COPIES * self.size / seconds / 1e9)
@@ -314,14 +301,12 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def table(found: Roofline) -> list[tuple[str, ...]]:
+def table(roofline: Roofline) -> list[tuple[str, ...]]:
     """Return rows of text, the header first."""
-    return [HEADER, *(_row(engine) for engine in found.engines)]
-
-
-def _row(found: Measured) -> tuple[str, ...]:
-    moved = found.traffic
-    parts = (moved.weights, moved.kv_read + moved.kv_written, moved.inputs + moved.outputs)
-    megabytes = (f"{part / 1e6:.2f}" for part in parts)
-    speed = (f"{found.ms:.3f}", f"{found.gigabytes_per_second:.1f}", f"{found.share_of_bandwidth:.0%}")
-    return (found.graph, str(found.tokens), *megabytes, *speed)
+    rows: list[tuple[str, ...]] = [HEADER]
+    for one in roofline.engines:
+        moved = one.traffic
+        parts = (moved.weights, moved.kv_read + moved.kv_written, moved.inputs + moved.outputs)
+        speed = (f"{one.ms:.3f}", f"{one.gigabytes_per_second:.1f}", f"{one.share_of_bandwidth:.0%}")
+        rows.append((one.graph, str(one.tokens), *(f"{part / 1e6:.2f}" for part in parts), *speed))
+    return rows

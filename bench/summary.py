@@ -1,66 +1,72 @@
 """Runs of a comparison to figures: speed from pairs, acceptance, losslessness; over all outputs and without loops.
 
-`speedup` is that of `redraft.bench.statistics`, over plain decoding.
+Also what acceptance and costs allow. A step that verifies n tokens (the root included) commits τ of them and costs t(n)
+plus drafting. Plain decoding commits one token for t(1). So no speculation can be faster than τ·t(1) / (t(n) + draft)
+times plain decoding. Here t(n) and the cost of drafting are means over the sizes that the steps really had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from redraft.bench.break_even import measured
-from redraft.bench.compare import INEXACT, PLAIN, Run, timing
+from redraft.bench.compare import INEXACT, PLAIN, Run, Totals, timing
 from redraft.bench.prompts import ALL
 from redraft.bench.statistics import first_difference, interval_text, rate_text, ratio_text, speedup
-from redraft.runtime import Generation
+from redraft.engines.draft_costs import least_accepted
+from redraft.runtime import Runtime, SamplingParams
 
 NEAR_TIE = 1e-4
 """Two logits closer than this may change places between two kernels of one product."""
-FEWEST_TOKENS = 8
-"""Shorter outputs are too short to time and take no part in ratios."""
 HEADER = ("method", "kind", "tokens/s", "speed", "95 % interval", "τ", "overhead", "timed", "looping", "same as plain")
-GapOf = Callable[[Run, int], float | None]
+MarginOf = Callable[[Run, int], float | None]
+"""Returns the logit margin of a plain output's token of this index over the runner-up; None past its end."""
+Compared = tuple[Run, Mapping[str, Any] | None]
+"""A run, and the first difference of one method's output from the plain one: None if equal, or if forced."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A run, and the first difference of one method's output from the plain one: None if equal, or if forced."""
+def margin_finder(runtime: Runtime, params: SamplingParams) -> MarginOf:
+    """Return a function that computes logit margins of plain decoding by decoding the prompt again."""
 
-    run: Run
-    difference: Mapping[str, Any] | None = None
+    def margin_of(run: Run, token: int) -> float | None:
+        (again,) = runtime.generate([run.token_ids], params, PLAIN, record_logit_margins=True)
+        margins = again.logit_margins or ()
+        return margins[token] if token < len(margins) else None
+
+    return margin_of
 
 
-def summarise(runs: Sequence[Run], margin_of: GapOf, synthetic: bool = False) -> dict[str, Any]:
-    """Return figures by method.
-
-    margin_of: logit margin of the plain output's token of this index over the runner-up; None past its end.
-    """
-    methods = list(runs[0].generations)
-    methods.sort(key=lambda method: method != PLAIN)
+def summarise(runs: Sequence[Run], margin_of: MarginOf, synthetic: bool = False) -> dict[str, Any]:
+    """Return figures by method, plain decoding first. synthetic: acceptance was forced, so texts are not compared."""
+    methods = sorted(runs[0].generations, key=lambda method: method != PLAIN)
     return {method: _method(runs, method, margin_of, synthetic and method != PLAIN) for method in methods}
 
 
-def _method(runs: Sequence[Run], method: str, margin_of: GapOf, synthetic: bool) -> dict[str, Any]:
+def difference(run: Run, method: str, margin_of: MarginOf) -> dict[str, Any] | None:
+    """Return the first token that differs from plain decoding, and its logit margin; None if all are equal."""
+    token = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
+    if token is None:
+        return None
+    margin = None if method == INEXACT else margin_of(run, token)  # inexact decoding promises no text
+    near = margin is not None and margin < NEAR_TIE
+    return {"prompt": run.prompt.id, "turn": run.turn, "token": token, "logit_margin": margin, "near_tie": near}
+
+
+def _method(runs: Sequence[Run], method: str, margin_of: MarginOf, synthetic: bool) -> dict[str, Any]:
     if synthetic:
-        return {"synthetic_acceptance": True, **_sections([Outcome(run) for run in runs], method, compared=False)}
-    if method == INEXACT:  # inexact decoding promises no text, so its near-ties mean nothing
-
-        def margin_of(run: Run, token: int) -> None:
-            return None
-
-    outcomes = [Outcome(run, difference(run, method, margin_of)) for run in runs]
+        return {"synthetic_acceptance": True, **_sections([(run, None) for run in runs], method, compared=False)}
+    outcomes = [(run, difference(run, method, margin_of)) for run in runs]
     kinds = sorted({run.prompt.kind for run in runs})
     return {
         **_sections(outcomes, method),
-        "differences": [each.difference for each in outcomes if each.difference],
-        "kinds": {kind: _sections([o for o in outcomes if o.run.prompt.kind == kind], method) for kind in kinds},
+        "differences": [differs for _, differs in outcomes if differs],
+        "kinds": {kind: _sections([o for o in outcomes if o[0].prompt.kind == kind], method) for kind in kinds},
     }
 
 
-def _sections(outcomes: Sequence[Outcome], method: str, compared: bool = True) -> dict[str, Any]:
+def _sections(outcomes: Sequence[Compared], method: str, compared: bool = True) -> dict[str, Any]:
     """Return figures over all outcomes and, as `not_looping`, over those whose plain output does not loop."""
-    steady = [each for each in outcomes if not each.run.loops]
+    steady = [each for each in outcomes if not each[0].loops]
     return {
         **_section(outcomes, method, compared),
         "looping_outputs": len(outcomes) - len(steady),
@@ -68,9 +74,9 @@ def _sections(outcomes: Sequence[Outcome], method: str, compared: bool = True) -
     }
 
 
-def _section(outcomes: Sequence[Outcome], method: str, compared: bool) -> dict[str, Any]:
+def _section(outcomes: Sequence[Compared], method: str, compared: bool) -> dict[str, Any]:
     identity = _identity(outcomes) if compared else {"identical_to_plain": None}
-    return {**_figures([each.run for each in outcomes], method), **identity, "outputs": len(outcomes)}
+    return {**_figures([run for run, _ in outcomes], method), **identity, "outputs": len(outcomes)}
 
 
 def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
@@ -79,47 +85,82 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     `prompts` counts these runs. In a chat every turn has a prompt of its own, the conversation until there. Turns of a
     conversation depend on each other, so that the interval is over conversations.
     """
-    timed = [run for run in runs if min(_length(g) for g in run.generations.values()) >= FEWEST_TOKENS]
+    timed = [run for run in runs if run.timed]
     if not timed:
         return {"prompts": 0, "tokens": 0}
-    timings = [timing(run.generations[method]) for run in timed]
-    ratio = speedup([timing(run.generations[PLAIN]) for run in timed], timings, [run.prompt for run in timed])
-    metrics = [run.generations[method].metrics for run in timed]
-    steps = sum(one.num_steps for one in metrics)
-    drafted = sum(one.num_draft_tokens for one in metrics)
-    accepted = sum(one.num_accepted_draft_tokens for one in metrics)
-    outside = sum(one.overhead_fraction * spent.seconds for one, spent in zip(metrics, timings, strict=True))
+    plain, own = ([run.generations[name] for run in timed] for name in (PLAIN, method))
+    ratio = speedup(list(map(timing, plain)), list(map(timing, own)), [run.prompt for run in timed])
+    totals = Totals.of(own)
     return {
         "tokens_per_second": ratio.rate,
         "plain_tokens_per_second": ratio.base_rate,
         "speedup": ratio.ratio,
         "speedup_interval": ratio.to_json()["interval"],
-        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        **measured([(run.generations[PLAIN].metrics, run.generations[method].metrics) for run in timed]),
-        "overhead_fraction": outside / sum(spent.seconds for spent in timings),
+        "mean_acceptance_length": totals.tau,
+        "draft_acceptance_rate": totals.acceptance,
+        **break_even(Totals.of(plain), totals),
+        "overhead_fraction": totals.overhead / totals.seconds,
         "prompts": len(timed),
-        "tokens": sum(_length(run.generations[method]) for run in timed),
+        "tokens": totals.tokens + len(timed),
     }
 
 
-def difference(run: Run, method: str, margin_of: GapOf) -> dict[str, Any] | None:
-    """Return the first token that differs from plain decoding, and its logit margin; None if all are equal."""
-    place = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
-    if place is None:
-        return None
-    gap = margin_of(run, place)
-    near = gap is not None and gap < NEAR_TIE
-    return {"prompt": run.prompt.id, "turn": run.turn, "token": place, "logit_margin": gap, "near_tie": near}
-
-
-def _identity(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _identity(outcomes: Sequence[Compared]) -> dict[str, Any]:
     """Return whether every output equals the plain one, or differs only at near-ties; None without outputs."""
     if not outcomes:
         return {"identical_to_plain": None, "lossless": None, "differing_outputs": 0}
-    differences = [each.difference for each in outcomes if each.difference]
-    lossless = all(difference["near_tie"] for difference in differences)
+    differences = [differs for _, differs in outcomes if differs]
+    lossless = all(differs["near_tie"] for differs in differences)
     return {"identical_to_plain": not differences, "lossless": lossless, "differing_outputs": len(differences)}
+
+
+def achieved(runs: Sequence[Run], method: str, table_ms: Sequence[float]) -> dict[str, Any]:
+    """Return the reached speed, its bound and their ratio, over all runs; `table_ms[n]` is t(n)."""
+    plain, own = ([run.generations[name] for run in runs] for name in (PLAIN, method))
+    totals = Totals.of(own)
+    nodes_ms = sum(count * table_ms[n] for one in own for n, count in enumerate(one.metrics.size_histogram) if count)
+    one_ms, many_ms, drafting_ms = table_ms[1], nodes_ms / totals.steps, totals.drafting_ms / totals.steps
+    reached = speedup(list(map(timing, plain)), list(map(timing, own)))
+    bound = speed_bound(totals.tau, one_ms, many_ms, drafting_ms)
+    return {
+        "mean_acceptance_length": totals.tau,
+        "verification_ms": {"one": one_ms, "step": many_ms},
+        "draft_ms": drafting_ms,
+        "speedup": reached.ratio,
+        "speedup_interval": reached.to_json()["interval"],
+        "bound": bound,
+        "share_of_bound": reached.ratio / bound,
+        "prompts": len(runs),
+    }
+
+
+def speed_bound(acceptance_length: float, one_ms: float, many_ms: float, draft_ms: float) -> float:
+    """Return τ·t(1) / (t(n) + draft)."""
+    return acceptance_length * one_ms / (many_ms + draft_ms)
+
+
+def break_even(plain: Totals, own: Totals) -> dict[str, float]:
+    """Return mean length and cost of drafted tokens and the acceptance from which they pay; empty without drafts.
+
+    The cost is that of `draft_costs`: the time of all drafting over the tokens that were verified, relative to a plain
+    step. Steps without a draft count as plain ones.
+    """
+    plain_ms = sum(plain.stage_ms.values()) / max(plain.steps, 1)
+    if not own.drafts or not plain_ms:
+        return {}
+    verifying_ms = sum(own.stage_ms.values()) - own.drafting_ms - (own.steps - own.drafts) * plain_ms
+    cost = own.drafting_ms / own.drafted / plain_ms
+    least = least_accepted(cost, own.draft_length, verifying_ms / own.drafts / plain_ms)
+    return {"draft_length": own.draft_length, "draft_cost": cost, "drafts_pay_above": least}
+
+
+def describe_break_even(figures: Mapping[str, Any]) -> str:
+    """Return `break_even` in words, next to the share that was accepted."""
+    length, cost, least = (figures[name] for name in ("draft_length", "draft_cost", "drafts_pay_above"))
+    return (
+        f"drafts of {length:.1f} tokens, each {cost:.2f} times a plain step: they pay if more than "
+        f"{100 * max(least, 0):.0f} % are accepted; {100 * figures['draft_acceptance_rate']:.0f} % were"
+    )
 
 
 def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -162,12 +203,8 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     return [
         rate_text(figures["tokens_per_second"]),
         ratio_text(figures["tokens_per_second"], figures["plain_tokens_per_second"]),
-        interval_text(*(figures["speedup_interval"] or (None, None))),
+        interval_text(figures["speedup_interval"]),
         f"{figures['mean_acceptance_length']:.2f}",
         f"{100 * figures['overhead_fraction']:.1f} %",
         str(figures["prompts"]),
     ]
-
-
-def _length(generation: Generation) -> int:
-    return len(generation.token_ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from redraft.cli.bench_controllers import compare_controllers, method_of, parse_ways, print_figures
 from redraft.cli.bench_report import ReportOptions, check_same_model, drafting_methods, write_report
-from redraft.cli.console import print_json, progress
+from redraft.cli.console import print_json, print_table, progress
 from redraft.cli.options import (
     BudgetText,
     ControllerText,
@@ -45,9 +44,9 @@ from redraft.cli.sampling_options import (
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from redraft.bench.compare import Run, Settings
+    from redraft.bench.compare import Settings
     from redraft.runtime import Runtime
 
 
@@ -152,7 +151,6 @@ def bench(
     check_system(system, chat)
     options = parse_drafter_options(drafter_option)
     size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)
-
     ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
     sampled = any(each is not None for each in (temperature, sampling, forced))
     reported = ReportOptions(report_to, trained or (), chains, baseline, controllers_json, peers, latency_json)
@@ -161,10 +159,9 @@ def bench(
     from redraft.bench.compare import INEXACT, Settings, compare
     from redraft.bench.controllers import speculations
     from redraft.bench.prompts import load_prompts
-    from redraft.bench.summary import summarise
+    from redraft.bench.summary import margin_finder, summarise
     from redraft.cli.opening import open_runtime
     from redraft.engines import open_bundle
-    from redraft.engines.manifest import load_manifest
     from redraft.runtime import SpeculationParams
 
     SpeculationParams(budget=size, controller=controller)  # refuses an invalid controller before engines are opened
@@ -175,47 +172,47 @@ def bench(
         frequency_penalty=frequency_penalty,
     )  # fmt: skip
     check_sampling(sampling, **given)  # before the engines are opened
-    with progress(quiet=as_json) as report:
+    with progress(quiet=as_json) as report, ExitStack() as stack:
         report("opening the engines")
-        with ExitStack() as stack:
-            runtime = stack.enter_context(
-                open_runtime(
-                    engines, threads=threads, verify=verify, device=device, exact=not inexact, drafter_options=options
-                )
-            )
-            settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
-            chosen = drafting_methods(listed or (["all"] if report_to else []), runtime)
-            chosen = chosen or default_methods(runtime, engines)
-            if ways:
-                settings = replace(settings, ways=speculations(ways, method_of(runtime, listed), size))
-                chosen = list(settings.ways)
-            elif unknown := next((name for name in chosen if name not in (INEXACT, *runtime.methods)), None):
-                runtime.warm(unknown)  # raises now, not after the methods before it
-            fast = None
-            if INEXACT in chosen:
-                _check_inexact(runtime, engines)
-                fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
-            result = conditions(runtime, settings, engines, threads)
-            if report_to:
-                finder, bundle, deep = partial(margin_finder, runtime), open_bundle(engines, verify=False), None
-                if chains:
-                    check_same_model(bundle.manifest, load_manifest(chains))
-                    deep = stack.enter_context(open_runtime(chains, threads=threads, verify=False))
-                result = write_report(
-                    runtime, bundle, loaded, chosen, settings, result, other, report_to, finder, report, deep, baseline
-                )
-                print_json(result) if as_json else print_paths(result["files"])
-                return
+        opening = {"threads": threads, "verify": verify, "device": device, "drafter_options": options}
+        runtime = stack.enter_context(open_runtime(engines, exact=not inexact, **opening))
+        settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
+        chosen = drafting_methods(listed or (["all"] if report_to else []), runtime)
+        chosen = chosen or default_methods(runtime, engines)
+        if ways:
+            settings = replace(settings, ways=speculations(ways, method_of(runtime, listed), size))
+            chosen = list(settings.ways)
+        elif unknown := next((name for name in chosen if name not in (INEXACT, *runtime.methods)), None):
+            runtime.warm(unknown)  # raises now, not after the methods before it
+        fast = None
+        if INEXACT in chosen:
+            if not _has_inexact(runtime, engines):
+                raise UsageError("these engines already decode inexactly", "leave `inexact` out of --methods")
+            fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
+        result = conditions(runtime, settings, engines, threads)
+        if report_to:
+            from redraft.bench.report import Study
+
+            bundle, deep = open_bundle(engines, verify=False), None
+            if chains:
+                check_same_model(bundle.manifest, open_bundle(chains, verify=False).manifest)
+                deep = stack.enter_context(open_runtime(chains, threads=threads, verify=False))
+            study = Study(runtime, bundle, loaded, chosen, settings, deep, baseline)
+            result = write_report(study, result, other, report_to, report)
+        else:
             runs = compare(runtime, loaded, chosen, settings, report, fast)
+            result["turns_left_out"] = sum(len(p.turns) for p in loaded) - len(runs)
             if ways:
-                result |= compare_controllers(runtime, runs, settings, ways, result, plots)
+                result |= compare_controllers(runtime, runs, settings, ways, result["environment"]["model"], plots)
             else:
-                result["methods"] = summarise(runs, margin_finder(runtime, settings), forced is not None)
-    result["turns_left_out"] = sum(len(p.turns) for p in loaded) - len(runs)
+                margin_of = margin_finder(runtime, settings.params)
+                result["methods"] = summarise(runs, margin_of, forced is not None)
     if as_json:
         print_json(result)
+    elif report_to:
+        typer.echo("\n".join(result["files"]))
     else:
-        print_figures(result) if ways else print_table(result)
+        print_figures(result) if ways else print_comparison(result)
 
 
 def default_methods(runtime: Runtime, engines: Path) -> list[str]:
@@ -227,17 +224,12 @@ def default_methods(runtime: Runtime, engines: Path) -> list[str]:
 
 
 def _has_inexact(runtime: Runtime, engines: Path) -> bool:
+    """Return True if a second runtime of these engines could decode inexactly."""
     from redraft import names
     from redraft.engines.manifest import load_manifest
 
     on_host = runtime.exact and not runtime.verifier.device.step_graphs
     return on_host and names.VERIFIER_FAST in load_manifest(engines).graphs
-
-
-def _check_inexact(runtime: Runtime, engines: Path) -> None:
-    """Raise UsageError if the comparison cannot also decode inexactly."""
-    if not _has_inexact(runtime, engines):
-        raise UsageError("these engines already decode inexactly", "leave `inexact` out of --methods")
 
 
 def conditions(runtime: Runtime, settings: Settings, engines: Path, threads: int | None) -> dict[str, Any]:
@@ -254,9 +246,10 @@ def conditions(runtime: Runtime, settings: Settings, engines: Path, threads: int
         "caveats": list(runtime.caveats),
         "build_key": manifest.build_key,
     }
+    device = runtime.verifier.device.name  # `host` if the runtime computes between engine calls
     return {
         "synthetic_acceptance": list(settings.acceptance) if settings.acceptance else None,
-        "environment": {**environment(threads or usable_threads()), "device": _device(runtime), "model": model},
+        "environment": {**environment(threads or usable_threads()), "device": device, "model": model},
         "max_new_tokens": settings.params.max_tokens,
         "sampling": settings.params.distribution,
         "chat": settings.chat,
@@ -264,43 +257,17 @@ def conditions(runtime: Runtime, settings: Settings, engines: Path, threads: int
     }
 
 
-def _device(runtime: Runtime) -> str:
-    """Return the device that runs a whole step; `host` if the runtime computes between engine calls."""
-    return runtime.verifier.device.name
+def print_comparison(result: dict[str, Any]) -> None:
+    """Print the figures as a table under the environment, then caveats."""
+    from redraft.bench.summary import describe_break_even, table
 
-
-def margin_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float | None]:
-    """Return the logit margin of plain decoding at a token, by decoding the prompt again; None past its end."""
-    from redraft.bench.compare import PLAIN
-
-    def margin_of(run: Run, token: int) -> float | None:
-        again = runtime.generate([run.token_ids], settings.params, PLAIN, record_logit_margins=True)[0]
-        return again.logit_margins[token] if again.logit_margins and token < len(again.logit_margins) else None
-
-    return margin_of
-
-
-def print_paths(paths: list[str]) -> None:
-    """Print the files that were written, one a line."""
-    for path in paths:
-        typer.echo(path)
-
-
-def print_table(result: dict[str, Any]) -> None:
-    """Print the figures as aligned columns, then the environment and caveats."""
-    from redraft.bench.break_even import describe_measured
-    from redraft.bench.summary import table
-
-    rows = table(result["methods"])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     machine = result["environment"]
     versions = f"redraft {machine['libraries']['redraft']}, onnxruntime {machine['libraries']['onnxruntime']}"
-    typer.echo(f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}, {versions}")
+    title = f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}, {versions}"
+    print_table(table(result["methods"]), title)
     for method, figures in result["methods"].items():
         if "drafts_pay_above" in figures:
-            typer.echo(f"{method}: {describe_measured(figures)}")
+            typer.echo(f"{method}: {describe_break_even(figures)}")
     for line in warnings(result):
         typer.echo(line)
 
@@ -317,11 +284,11 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
     if result["synthetic_acceptance"]:
         yield "acceptance was forced: the speeds are real, the texts are meaningless"
     for method, figures in result["methods"].items():
-        for found in figures.get("differences", ()) if method != INEXACT else ():
-            kind = "near-tie" if found["near_tie"] else "DIFFERENT"
-            gap = "past the end" if found["logit_margin"] is None else f"gap {found['logit_margin']:.2g}"
-            turn = f", turn {found['turn']}" if result["chat"] else ""
-            yield f"{kind}: prompt {found['prompt']}{turn}, token {found['token']}, {gap}"
+        for one in figures.get("differences", ()) if method != INEXACT else ():
+            kind = "near-tie" if one["near_tie"] else "DIFFERENT"
+            gap = "past the end" if one["logit_margin"] is None else f"gap {one['logit_margin']:.2g}"
+            turn = f", turn {one['turn']}" if result["chat"] else ""
+            yield f"{kind}: prompt {one['prompt']}{turn}, token {one['token']}, {gap}"
     plain = result["methods"][PLAIN]
     yield (
         f"plain outputs that loop (the last {LOOP_TOKENS} tokens repeat a period of at most {LONGEST_PERIOD}): "

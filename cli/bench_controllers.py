@@ -51,42 +51,31 @@ def method_of(runtime: Runtime, methods: list[str]) -> str:
 
 
 def compare_controllers(
-    runtime: Runtime, runs: list[Run], settings: Settings, ways: Ways, about: dict[str, Any], plots: Path | None
+    runtime: Runtime, runs: list[Run], settings: Settings, ways: Ways, model: dict[str, Any], plots: Path | None
 ) -> dict[str, Any]:
-    """Return the figures of a comparison of controllers, and draw them into the folder `plots` if it is given.
-
-    about: the comparison's environment.
-    """
-    from redraft.bench.controllers import figures
-
-    method = next(iter(settings.ways.values())).method
-    found = {"method": method, **figures(runs, ways)}
-    if plots is not None:
-        model = about["environment"]["model"]
-        found["plots"] = draw(
-            runtime, runs, settings, ways, found, f"{model['name']} {model['precision']}, {method}", plots
-        )
-    return found
-
-
-def draw(
-    runtime: Runtime, runs: list[Run], settings: Settings, ways: Ways, found: dict[str, Any], title: str, folder: Path
-) -> list[str]:
-    """Draw Figures 1 and 2a into a folder, and return their files.
+    """Return the figures of a comparison of controllers, and draw Figures 1 and 2a into the folder `plots` if given.
 
     The text of Figure 2a is the first that does not loop. A controller decodes it with the middle one of its first
     lengths, `fixed` with the last one, which shows how many tokens each step could accept.
     """
-    from redraft.bench.controller_plots import draw_steps, draw_throughput, steps_of
+    from redraft.bench.controllers import figures
+    from redraft.bench.plots import Pictures, draw_steps, draw_throughput, steps_of
     from redraft.runtime.controllers import FIXED
 
+    method = next(iter(settings.ways.values())).method
+    result = {"method": method, **figures(runs, ways)}
+    if plots is None:
+        return result
     run = next((run for run in runs if not run.loops), None)
-    if run is None or not found["controllers"]:
+    if run is None or not result["controllers"]:
         raise UsageError("every output loops or is too short, so there is nothing to draw", "give other prompts")
     shown = [list(each.values())[-1 if name == FIXED else len(each) // 2] for name, each in ways.items()]
     steps = {way: steps_of(runtime, run.token_ids, settings.params, settings.ways[way]) for way in shown}
-    drawn = [*draw_throughput(found, title, folder), *draw_steps(steps, f"{title}: {run.prompt.id}", folder)]
-    return list(map(str, drawn))
+    title = f"{model['name']} {model['precision']}, {method}"
+    pictures = Pictures(plots, title)
+    draw_throughput(result, pictures)
+    draw_steps(steps, pictures, f"{title}: {run.prompt.id}")
+    return {**result, "plots": [str(path) for paths in pictures.files.values() for path in paths]}
 
 
 def print_figures(result: dict[str, Any]) -> None:

@@ -6,16 +6,14 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.bench.compare import Run, Settings
-    from redraft.bench.prompts import Prompt
-    from redraft.engines import Bundle
+    from redraft.bench.report import Study
     from redraft.engines.manifest import Manifest
     from redraft.runtime import Runtime
 
@@ -58,8 +56,7 @@ class ReportOptions:
                 "leave them out",
             )
         from redraft.bench.report import check_report
-        from redraft.bench.report_embedded import read_controllers, read_latency, read_peers
-        from redraft.bench.report_trained import trained
+        from redraft.bench.report_inputs import read_controllers, read_latency, read_peers, trained
 
         check_report()
         try:
@@ -94,41 +91,35 @@ def check_same_model(engines: Manifest, chains: Manifest) -> None:
 
 
 def write_report(
-    runtime: Runtime, bundle: Bundle, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
-    about: dict[str, Any], other: dict[str, Any], folder: Path,
-    margin_finder: Callable[[Settings], Callable[[Run, int], float | None]], report: Callable[[str], None],
-    chains: Runtime | None = None, baseline: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    study: Study, about: dict[str, Any], other: dict[str, Any], folder: Path, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure, and write report.json, the pictures and report.html. Returns the figures with the files' paths.
 
     about: the environment and settings, as `redraft bench --json` has them.   other: of `ReportOptions.read`.
-    chains, baseline: see `measure`.
     """
-    from redraft.bench.compare import INEXACT
-    from redraft.bench.report import measure
-    from redraft.bench.report_page import FIGURES, write_page
-    from redraft.bench.report_plots import draw
+    from redraft.bench.compare import INEXACT, PLAIN
+    from redraft.bench.report_page import FIGURES, draw, write_page
 
-    drafting = [name for name in methods if name != "none"]
+    drafting = [name for name in study.methods if name != PLAIN]
     if INEXACT in drafting:
         raise UsageError("a report has no inexact decoding", f"leave {INEXACT} out of --methods")
     if not drafting:
         raise UsageError("a report needs a drafting method", "give --methods all, or drafters of the bundle")
-    model = about["environment"]["model"]
-    found = {
+    model, settings = about["environment"]["model"], study.settings
+    report = {
         **about,
         "command": shlex.join(["redraft", *_shown(sys.argv[1:])]),
-        "prompts": len(prompts),
+        "prompts": len(study.prompts),
         "controller": settings.controller or ("fixed" if settings.budget else "adaptive"),
         "budget": asdict(settings.budget) if settings.budget else None,
-        **measure(runtime, bundle, prompts, drafting, settings, margin_finder, report, chains, baseline),
+        **replace(study, methods=drafting).measure(progress),
         **other,
     }
     figures = folder / FIGURES
-    figures.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")  # first, since measuring takes long
-    pictures = draw(found, f"{model['name']} {model['precision']}", folder)
-    page = write_page(found, pictures, folder)
-    return {**found, "files": list(map(str, [page, figures, *(path for some in pictures.values() for path in some)]))}
+    figures.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")  # first, since measuring takes long
+    pictures = draw(report, f"{model['name']} {model['precision']}", folder)
+    page = write_page(report, pictures, folder)
+    return {**report, "files": list(map(str, [page, figures, *(path for some in pictures.values() for path in some)]))}
 
 
 def _shown(arguments: Sequence[str]) -> list[str]:

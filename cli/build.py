@@ -121,7 +121,7 @@ def build(
 
 def parse_texts(options: list[str] | None) -> dict[str, str] | None:
     """Return text by kind from KIND=FILE options, None without any. Raises UsageError and DataError."""
-    from redraft.bench.prompts import read_text
+    from redraft.files import read_text
 
     if not options:
         return None
@@ -174,7 +174,7 @@ def summarise(built: Built) -> dict[str, Any]:
 
 def describe_drafter(drafter: BuiltDrafter, bundle: Path, manifest: Manifest) -> dict[str, Any]:
     """Return a drafter as a JSON object. `table_bytes` is the size of its tables, `draft_cost` is `bytes_cost`."""
-    from redraft.bench.break_even import bytes_cost
+    from redraft.engines.draft_costs import bytes_cost
 
     summary = drafter.method.describe(drafter.shape)
     record = drafter.record
@@ -190,7 +190,7 @@ def describe_drafter(drafter: BuiltDrafter, bundle: Path, manifest: Manifest) ->
 
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as lines."""
-    from redraft.bench.break_even import describe_cost
+    from redraft.engines.draft_costs import describe_cost
     from redraft.engines.sizes import describe_shares, describe_size
 
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"

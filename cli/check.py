@@ -15,7 +15,7 @@ from redraft.cli.sampling_options import AcceptanceRule
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.bench.prompts import Prompt
+    from redraft.bench.prompts import BenchPrompt
     from redraft.runtime import Runtime
 
 TEXTS = (
@@ -62,7 +62,7 @@ def lossless(
 
     A bundle with a chat template decodes answers to the prompts.
     """
-    from redraft.bench.lossless import BATCH, Check, Proof, check_methods
+    from redraft.bench.lossless import BATCH, Proof, check_methods
     from redraft.bench.prompts import load_prompts
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams
@@ -78,10 +78,10 @@ def lossless(
     with progress(quiet=as_json) as report:
         report("opening the engines")
         with open_runtime(engines, verify=verify, **opening) as runtime:
-            proof = Proof(check_methods(runtime, method), temperature, rule, max_new_tokens, draws, seed)
+            methods = check_methods(runtime, method)
             asked, ids = _encoded(runtime, loaded, bool(prompts))
-            check = Check(asked, ids, proof, report)
-            check.alone(runtime)
+            proof = Proof(asked, ids, methods, temperature, rule, max_new_tokens, draws, seed, report)
+            proof.alone(runtime)
             about = {
                 "temperature": temperature,
                 "acceptance": rule,
@@ -94,19 +94,21 @@ def lossless(
         if slots > 1:
             report("opening the engines for batches")
             with open_runtime(engines, max_num_seqs=slots, verify=False, **opening) as runtime:
-                check.together(runtime)
-    result = {**about, **check.result()}
+                proof.together(runtime)
+    result = {**about, **proof.result()}
     print_json(result) if as_json else _print(result)
     raise typer.Exit(0 if result["holds"] else 1)
 
 
-def _default_prompts() -> tuple[Prompt, ...]:
-    from redraft.bench.prompts import Prompt
+def _default_prompts() -> tuple[BenchPrompt, ...]:
+    from redraft.bench.prompts import BenchPrompt
 
-    return tuple(Prompt(f"default/{number}", "default", text) for number, text in enumerate(TEXTS, 1))
+    return tuple(BenchPrompt(f"default/{number}", "default", text) for number, text in enumerate(TEXTS, 1))
 
 
-def _encoded(runtime: Runtime, prompts: Sequence[Prompt], given: bool) -> tuple[list[Prompt], list[list[int]]]:
+def _encoded(
+    runtime: Runtime, prompts: Sequence[BenchPrompt], given: bool
+) -> tuple[list[BenchPrompt], list[list[int]]]:
     """Return prompts and their token ids, through the chat template if the bundle has one.
 
     given: a prompt that does not fit the context raises UsageError. Default prompts are left out if they fill more than
@@ -115,30 +117,25 @@ def _encoded(runtime: Runtime, prompts: Sequence[Prompt], given: bool) -> tuple[
     from redraft.bench.compare import Settings, first_turn
     from redraft.runtime import SamplingParams
 
-    settings = Settings(SamplingParams(), chat=_has_template(runtime))
-    if given:
-        return list(prompts), [first_turn(runtime, prompt, settings) for prompt in prompts]
-    kept: list[Prompt] = []
-    ids: list[list[int]] = []
-    for prompt in prompts:
-        try:
-            found = first_turn(runtime, prompt, settings)
-        except UsageError:
-            continue
-        if len(found) <= runtime.max_model_len // 2:
-            kept.append(prompt)
-            ids.append(found)
-    if not kept:
-        raise UsageError("no default prompt fits half of this model's context", "give --prompts")
-    return kept, ids
-
-
-def _has_template(runtime: Runtime) -> bool:
     try:
         runtime.tokenizer.check_chat_template()
+        chat = True
     except UsageError:
-        return False
-    return True
+        chat = False
+    settings = Settings(SamplingParams(), chat=chat)
+    fitting: list[tuple[BenchPrompt, list[int]]] = []
+    for prompt in prompts:
+        try:
+            ids = first_turn(runtime, prompt, settings)
+        except UsageError:
+            if given:
+                raise
+            continue
+        if given or len(ids) <= runtime.max_model_len // 2:
+            fitting.append((prompt, ids))
+    if not fitting:
+        raise UsageError("no default prompt fits half of this model's context", "give --prompts")
+    return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]
 
 
 def _most_sequences(engines: Path) -> int:
@@ -153,24 +150,25 @@ def _most_sequences(engines: Path) -> int:
 
 def _print(result: Mapping[str, Any]) -> None:
     print_caveats(result["caveats"])
-    rows = [row for method, found in result["methods"].items() for row in _rows(method, found, result["temperature"])]
+    rows = [row for method, one in result["methods"].items() for row in _rows(method, one, result["temperature"])]
     print_table([HEADER, *rows], f"acceptance {result['acceptance']}, device {result['device']}")
     for line in _lines(result):
         typer.echo(line)
     typer.echo("lossless" if result["holds"] else "NOT lossless")
 
 
-def _rows(method: str, found: Mapping[str, Any], temperature: float) -> Iterator[tuple[str, ...]]:
+def _rows(method: str, one: Mapping[str, Any], temperature: float) -> Iterator[tuple[str, ...]]:
     """Yield a row of the texts at each temperature, and one of the draws."""
-    for one in dict.fromkeys(text["temperature"] for text in found["texts"]):
-        texts = [text for text in found["texts"] if text["temperature"] == one]
+    words = {True: "yes", False: "NO"}
+    for each in dict.fromkeys(text["temperature"] for text in one["texts"]):
+        texts = [text for text in one["texts"] if text["temperature"] == each]
         count, differing = sum(text["texts"] for text in texts), sum(len(text["differences"]) for text in texts)
-        same = f"{count - differing} of {count} same"
-        yield method, f"{one:g}", same, _accepted(texts), "-", "-", _word(all(text["holds"] for text in texts))
-    drawn = found["distribution"]
+        holds = words[all(text["holds"] for text in texts)]
+        yield method, f"{each:g}", f"{count - differing} of {count} same", _accepted(texts), "-", "-", holds
+    drawn = one["distribution"]
     if drawn is not None and drawn["draws"]:
         least = f"{min(test['p_value'] for test in drawn['tests'].values()):.1e}"
-        bias, holds = f"{drawn['total_variation']:.1%}", _word(drawn["holds"])
+        bias, holds = f"{drawn['total_variation']:.1%}", words[drawn["holds"]]
         yield method, f"{temperature:g}", f"{drawn['draws']} draws", _accepted([drawn]), least, bias, holds
 
 
@@ -181,14 +179,10 @@ def _accepted(parts: Sequence[Mapping[str, Any]]) -> str:
     return f"{accepted} of {drafted}" if drafted else "-"
 
 
-def _word(holds: bool) -> str:
-    return "yes" if holds else "NO"
-
-
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield every difference and failed test, then warnings."""
-    for method, found in result["methods"].items():
-        for text in found["texts"]:
+    for method, figures in result["methods"].items():
+        for text in figures["texts"]:
             for one in text["differences"]:
                 kind = "near-tie" if one["near_tie"] else "DIFFERENT"
                 margin = "past the end" if one["logit_margin"] is None else f"margin {one['logit_margin']:.2g}"
@@ -196,7 +190,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
                     f"{kind}: {method}, {text['trees']}, {text['max_num_seqs']} at a time, temperature "
                     f"{text['temperature']:g}: prompt {one['prompt']}, token {one['token']}, {margin}"
                 )
-        drawn = found["distribution"]
+        drawn = figures["distribution"]
         for name, test in (drawn["tests"] if drawn else {}).items():
             if test["p_value"] < drawn["least_p_value"]:
                 yield (

@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import typer
 
@@ -20,6 +21,19 @@ class Report(Protocol):
     """Receives one line of progress."""
 
     def __call__(self, message: str) -> None: ...
+
+
+Status = Literal["ok", "absent", "warning", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One checked part. `broken` means that the CPU path cannot work; `hint` says how to fix it."""
+
+    name: str
+    status: Status
+    found: str
+    hint: str | None = None
 
 
 def print_json(value: Mapping[str, Any]) -> None:

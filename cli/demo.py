@@ -23,7 +23,7 @@ from redraft.methods import NONE
 
 if TYPE_CHECKING:
     from redraft.bench.compare import Run, Settings
-    from redraft.bench.prompts import Prompt
+    from redraft.bench.prompts import BenchPrompt
     from redraft.cli.written import Answer
     from redraft.runtime import Runtime
 
@@ -133,15 +133,14 @@ def _measure(
     Plain and speculative decoding take turns. Returns texts and figures as a JSON object.
     """
     from redraft.bench.compare import PLAIN, Settings, decode, first_turn
-    from redraft.bench.prompts import Prompt
-    from redraft.bench.summary import summarise
-    from redraft.cli.bench import margin_finder
+    from redraft.bench.prompts import BenchPrompt
+    from redraft.bench.summary import margin_finder, summarise
     from redraft.cli.opening import open_runtime
     from redraft.engines.manifest import load_manifest
     from redraft.runtime import SamplingParams
 
     settings = Settings(SamplingParams(max_tokens=new_tokens), chat=shown.chat, system=system)
-    asked = [Prompt(f"{number}", "demo", text) for number, text in enumerate(prompts, 1)]
+    asked = [BenchPrompt(f"{number}", "demo", text) for number, text in enumerate(prompts, 1)]
     with ExitStack() as stack:
         with progress(quiet) as report:
             report(f"opening {shown.engines}")
@@ -156,7 +155,7 @@ def _measure(
         with progress(quiet) as report:
             report("timing more pairs of runs")
             runs = [*runs, *_more_pairs(runtime, runs, methods, settings)]
-        margin_of = margin_finder(runtime, settings)
+        margin_of = margin_finder(runtime, settings.params)
         figures, caveats = summarise(runs, margin_of), list(runtime.caveats)
     manifest = load_manifest(shown.engines)
     answers = [
@@ -177,7 +176,7 @@ def _measure(
 
 
 def _write(
-    runtime: Runtime, prompt: Prompt, ids: Sequence[int], methods: Sequence[str], settings: Settings, quiet: bool
+    runtime: Runtime, prompt: BenchPrompt, ids: Sequence[int], methods: Sequence[str], settings: Settings, quiet: bool
 ) -> tuple[Run, Answer]:
     """Decode a prompt by every method, and show the texts while they are written. Returns the last answer too."""
     from redraft.bench.compare import Run, speculation
@@ -218,9 +217,8 @@ def _spread(runs: Sequence[Run], methods: Sequence[str]) -> tuple[float, float] 
     """
     from redraft.bench.compare import timing
     from redraft.bench.statistics import speedup
-    from redraft.bench.summary import FEWEST_TOKENS
 
-    timed = [run for run in runs if min(len(made.token_ids) for made in run.generations.values()) >= FEWEST_TOKENS]
+    timed = [run for run in runs if run.timed]
     pairs = [[[timing(run.generations[name])] for name in methods] for run in timed]
     ratios = [speedup(*pair).ratio for pair in pairs]
     return (min(ratios), max(ratios)) if ratios else None
@@ -245,8 +243,8 @@ def _print_summary(result: Mapping[str, Any]) -> None:
         rates = [each["tokens_per_second"] for each in (plain, fast)]
         for name, rate in zip(names, map(rate_text, rates), strict=True):
             typer.echo(f"  {name:{max(map(len, names))}}  {rate:>6} tokens a second")
-        bounds, pairs = fast["speedup_interval"], interval_text(*result["pairs"] or (None, None))
-        spread = f"95 % interval {interval_text(*bounds)}" if bounds else f"{pairs} in single pairs"
+        bounds, pairs = fast["speedup_interval"], interval_text(result["pairs"])
+        spread = f"95 % interval {interval_text(bounds)}" if bounds else f"{pairs} in single pairs"
         typer.echo(f"  {ratio_text(rates[1], rates[0])} times as fast ({spread})")
     else:
         typer.echo("  the texts are too short to time")

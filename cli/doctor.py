@@ -7,38 +7,27 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from redraft.bench.environment import cpu_flags, execution_providers, processor_name
-from redraft.cli.console import print_json
+from redraft.cli.console import Finding, print_json
 from redraft.cli.options import Verify
 from redraft.cpus import default_threads
 from redraft.errors import BackendError
 from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
 from redraft.user_cache import user_cache
 
-Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
 OLDEST_PYTHON = (3, 11)
 NEEDED_DISK_BYTES = 2 << 30
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One checked part. `broken` means that the CPU path cannot work; `hint` says how to fix it."""
-
-    name: str
-    status: Status
-    found: str
-    hint: str | None = None
 
 
 def doctor(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.bench.environment import processor_name
-from redraft.cli.doctor import Finding
+from redraft.cli.console import Finding
 from redraft.runtime import Runtime
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.exactness import measure_exactness

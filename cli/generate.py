@@ -143,7 +143,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def read_file(path: Path) -> str:
     """Return the text of a file. Raises DataError if it is not UTF-8."""
-    from redraft.bench.prompts import read_text
+    from redraft.files import read_text
 
     return read_text(path)
 

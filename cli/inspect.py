@@ -17,7 +17,7 @@ from redraft.records import to_plain
 
 if TYPE_CHECKING:
     from redraft.engines import Bundle
-    from redraft.engines.tensorrt.records import TensorRtRecord
+    from redraft.engines.tensorrt_records import TensorRtRecord
 
 _DIGESTS = {
     True: "every digest holds",
@@ -70,7 +70,7 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
 
 def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
     """Return the manifest as text: one fact a line, then commands of other tools."""
-    from redraft.bench.break_even import bytes_cost, describe_cost
+    from redraft.engines.draft_costs import bytes_cost, describe_cost
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands

@@ -26,25 +26,23 @@ _INSTALL = "install Nsight Systems (https://developer.nvidia.com/nsight-systems)
 _ERROR = "redraft: error: "
 
 
-def check_out(out: Path) -> None:
-    """Raise UsageError for a report's name that nsys would change."""
-    if out.suffix != SUFFIX:
-        raise UsageError(f"--out {out}: expected a name that ends with {SUFFIX} with --nsys", "rename it")
-
-
 def recorded_by_nsys(arguments: Sequence[str], report: Path) -> list[Recorded]:
     """Run `redraft` with `arguments`, which must emit NVTX ranges, under nsys, and read the ranges in its report.
 
     Raises RedraftError, as one line, if nsys or the nvtx package is missing or anything fails.
     """
-    nsys = _nsys()
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        raise RedraftError("--nsys needs NVIDIA's `nsys`, which is not on the PATH", _INSTALL)
+    if find_spec("nvtx") is None:
+        raise RedraftError("--nsys needs the nvtx package, which is not installed", "pip install 'redraft[profile]'")
     program = [sys.executable, "-c", "from redraft.cli.main import main; main()", *arguments]
     _run([nsys, *profile_options(report), *program])
     text = _run([nsys, *stats_options(report)])
-    found = list(parse(text))
-    if not found:
+    ranges = list(parse(text))
+    if not ranges:
         raise RedraftError(f"nsys wrote no range of {NVTX_DOMAIN} to {report}", "see `nsys stats` on it")
-    return found
+    return ranges
 
 
 def profile_options(report: Path) -> list[str]:
@@ -73,15 +71,6 @@ def parse(text: str) -> Iterator[Recorded]:
     for row in rows:
         name = row["Name"].removeprefix(f"{NVTX_DOMAIN}:")
         yield Recorded(name, int(row["Start (ns)"]) / 1e9, int(row["End (ns)"]) / 1e9, int(row["Lvl"]) - outermost)
-
-
-def _nsys() -> str:
-    nsys = shutil.which("nsys")
-    if nsys is None:
-        raise RedraftError("--nsys needs NVIDIA's `nsys`, which is not on the PATH", _INSTALL)
-    if find_spec("nvtx") is None:
-        raise RedraftError("--nsys needs the nvtx package, which is not installed", "pip install 'redraft[profile]'")
-    return nsys
 
 
 def _run(command: list[str]) -> str:

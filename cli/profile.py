@@ -22,17 +22,16 @@ from redraft.errors import UsageError
 
 if TYPE_CHECKING:
     from redraft.bench.roofline import Roofline
-    from redraft.bench.stages import Profile
+    from redraft.bench.stages import StageProfile
     from redraft.runtime import Generation
     from redraft.runtime.profiling import RangeListener
-
 
 WARM_UPS_ON_DEVICE = 2
 """Warm-up runs before the recorded one: the first runs a shape plainly, the second captures its graph."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProfileRun:
     """The run that the options describe; `text` is the prompt."""
 
     engines: Path
@@ -79,65 +78,61 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Decode one prompt and show the time of each stage of its steps."""
-    asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads, device, verify)
+    asked = ProfileRun(
+        engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads, device, verify
+    )
     parse_budget(budget, method)
     if nvtx:
         given = {"--out": out, "--nsys": nsys, "--roofline": roofline, "--json": as_json}
-        refuse([name for name, value in given.items() if value])
+        if useless := [name for name, value in given.items() if value]:
+            raise UsageError(f"--nvtx only emits ranges: {', '.join(useless)} would do nothing", "leave one out")
         emit(asked)
         return
     if roofline:
-        import redraft.bench.roofline  # noqa: F401  (fails before decoding if its package is missing)
+        from redraft.bench.roofline import measure  # fails before decoding if its package is missing
     with progress(quiet=as_json) as report:
         values = under_nsys(asked, out) if nsys else recorded(asked, out, report)
         if roofline:
             report("timing the engines")
-            values["roofline"] = compare_with_memory(asked)
+            values["roofline"] = measure(asked.engines, asked.threads, device=asked.device)
     print_json(as_object(values)) if as_json else show(values)
 
 
-def refuse(options: list[str]) -> None:
-    """Raise UsageError for options that do nothing with `--nvtx`, which measures nothing here."""
-    if options:
-        raise UsageError(f"--nvtx only emits ranges: {', '.join(options)} would do nothing", "leave one out")
-
-
-def emit(asked: Asked) -> None:
+def emit(asked: ProfileRun) -> None:
     """Decode once while NVIDIA's tools record."""
     from redraft.cli.nsys import CAPTURED
     from redraft.runtime.profiling import Nvtx
 
     with ExitStack() as stack:
-        watcher = Nvtx()
-        decode(asked, stack, watcher, CAPTURED)
+        decode(asked, stack, Nvtx(), CAPTURED)
 
 
-def under_nsys(asked: Asked, out: Path | None) -> dict[str, Any]:
+def under_nsys(asked: ProfileRun, out: Path | None) -> dict[str, Any]:
     """Return the profile from a child of nsys; its report is written to `out`."""
     from redraft.bench.stages import profile as summed
-    from redraft.cli.nsys import SUFFIX, check_out, recorded_by_nsys
+    from redraft.cli.nsys import SUFFIX, recorded_by_nsys
     from redraft.engines.manifest import load_manifest
 
-    with ExitStack() as stack:
-        if out is not None:
-            check_out(out)
-            check_writable(out)
-        caveats = load_manifest(asked.engines).model.caveats
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        prompt = folder / "prompt.txt"
+    if out is not None:
+        if out.suffix != SUFFIX:  # nsys would change it
+            raise UsageError(f"--out {out}: expected a name that ends with {SUFFIX} with --nsys", "rename it")
+        check_writable(out)
+    caveats = load_manifest(asked.engines).model.caveats
+    with tempfile.TemporaryDirectory() as temporary:
+        prompt = Path(temporary) / "prompt.txt"
         prompt.write_text(asked.text, encoding="utf-8", errors="surrogateescape", newline="")
-        found = summed(recorded_by_nsys(asked.arguments(prompt), out or folder / f"profile{SUFFIX}"))
+        ranges = recorded_by_nsys(asked.arguments(prompt), out or prompt.with_suffix(SUFFIX))
     return {
         "method": asked.method,
         "device": asked.device,
         "source": "nsys",
         "caveats": list(caveats),
-        "profile": found,
+        "profile": summed(ranges),
         "trace": out,
     }
 
 
-def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
+def recorded(asked: ProfileRun, out: Path | None, report: Report) -> dict[str, Any]:
     """Return the profile of a run recorded in this process; its trace is written to `out`."""
     from redraft.bench.environment import environment, usable_threads
     from redraft.bench.stages import profile as summed
@@ -148,20 +143,20 @@ def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
     report("decoding")
     recording = Recording()
     with ExitStack() as stack:
-        found = decode(asked, stack, recording)
+        run = decode(asked, stack, recording)
     profile = summed(recording.ranges)
-    machine = {**environment(asked.threads or usable_threads()), "device": found.device}
+    machine = {**environment(asked.threads or usable_threads()), "device": run.device}
     if out is not None:
         with writable(out, "--out") as file:
-            recording.write(file, {"method": found.method, "engines": asked.engines.name, "environment": machine})
+            recording.write(file, {"method": run.method, "engines": asked.engines.name, "environment": machine})
     return {
-        "method": found.method,
-        "device": found.device,
+        "method": run.method,
+        "device": run.device,
         "source": "clock",
-        "caveats": list(found.caveats),
+        "caveats": list(run.caveats),
         "profile": profile,
-        "metrics": found.generation.metrics.to_json(),
-        "tokens": {"prompt": found.generation.prompt_tokens, "new": len(found.generation.token_ids)},
+        "metrics": run.generation.metrics.to_json(),
+        "tokens": {"prompt": run.generation.prompt_tokens, "new": len(run.generation.token_ids)},
         "environment": machine,
         "trace": out,
     }
@@ -177,8 +172,8 @@ def check_writable(out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """Describe the run; `device` is `host` if the runtime computes between engine calls."""
+class DecodedRun:
+    """A decoded prompt. device: `host` if the runtime computes between engine calls."""
 
     generation: Generation
     method: str
@@ -186,7 +181,7 @@ class Decoded:
     caveats: tuple[str, ...]
 
 
-def decode(asked: Asked, stack: ExitStack, watcher: RangeListener, around: str | None = None) -> Decoded:
+def decode(asked: ProfileRun, stack: ExitStack, watcher: RangeListener, around: str | None = None) -> DecodedRun:
     """Decode the prompt to warm up, twice on a device, then inside of a range `around` while `watcher` records it."""
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams
@@ -194,30 +189,21 @@ def decode(asked: Asked, stack: ExitStack, watcher: RangeListener, around: str |
     runtime = stack.enter_context(
         open_runtime(asked.engines, threads=asked.threads, verify=asked.verify, device=asked.device)
     )
-    params = SamplingParams(max_tokens=asked.max_new_tokens)
-    ids = encode(runtime, asked.text, chat=False)
-    how = SpeculationParams(asked.method, budget=parse_budget(asked.budget))
+    ids, params = encode(runtime, asked.text, chat=False), SamplingParams(max_tokens=asked.max_new_tokens)
+    speculation = SpeculationParams(asked.method, budget=parse_budget(asked.budget))
     ranges, device = runtime.verifier.ranges, runtime.verifier.device
     for _ in range(WARM_UPS_ON_DEVICE if device.step_graphs else 1):
-        runtime.generate([ids], params, how)
+        runtime.generate([ids], params, speculation)
     with ranges.listening(watcher), ranges.stage(around) if around else ExitStack():
-        found = runtime.generate([ids], params, how)[0]
-    return Decoded(found, asked.method or runtime.default_method, device.name, runtime.caveats)
-
-
-def compare_with_memory(asked: Asked) -> Roofline:
-    """Compare engines with the memory. Needs the `onnx` package, to know which weights a graph reads."""
-    from redraft.bench.roofline import measure
-
-    return measure(asked.engines, asked.threads, device=asked.device)
+        generation = runtime.generate([ids], params, speculation)[0]
+    return DecodedRun(generation, asked.method or runtime.default_method, device.name, runtime.caveats)
 
 
 def as_object(values: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON object of a profile."""
-    plain = {key: value for key, value in values.items() if key not in ("profile", "roofline", "trace")}
     roofline = values.get("roofline")
     return {
-        **plain,
+        **{key: value for key, value in values.items() if key != "profile"},
         **values["profile"].to_json(),
         "trace": str(values["trace"]) if values["trace"] else None,
         "roofline": roofline.to_json() if roofline else None,
@@ -226,25 +212,26 @@ def as_object(values: dict[str, Any]) -> dict[str, Any]:
 
 def show(values: dict[str, Any]) -> None:
     """Print the tables of a profile."""
-    from redraft.bench import stages
+    from redraft.bench.stages import table
 
     print_caveats(values["caveats"])
-    found: Profile = values["profile"]
+    profile: StageProfile = values["profile"]
     where = f" on {values['device']}" if values["device"] not in (None, "host") else ""
-    print_table(stages.table(found), f"{values['method'] or 'default method'}{where}, times of the {values['source']}")
-    sums = ", ".join(f"{name} {ms:.1f}" for name, ms in found.stage_ms.items())
-    typer.echo(f"ms by stage: {sums}; {found.outside_engines:.1%} of the steps' time outside of engine calls")
+    print_table(table(profile), f"{values['method'] or 'default method'}{where}, times of the {values['source']}")
+    sums = ", ".join(f"{name} {ms:.1f}" for name, ms in profile.stage_ms.items())
+    typer.echo(f"ms by stage: {sums}; {profile.outside_engines:.1%} of the steps' time outside of engine calls")
     if values["trace"]:
         typer.echo(f"wrote {values['trace']}")
     if roofline := values.get("roofline"):
         show_roofline(roofline)
 
 
-def show_roofline(found: Roofline) -> None:
+def show_roofline(roofline: Roofline) -> None:
     """Print the table of engines against the memory."""
     from redraft.bench.roofline import table
 
-    place = f"on {found.device}" if found.threads is None else f"{found.threads} threads"
-    print_table(table(found), f"bytes that a call must move, {found.kv_len} rows of KV, {place}")
-    reads = "" if found.read is None else f"reads {found.read:.1f} GB/s, "
-    typer.echo(f"memory of {found.device}: {reads}copies {found.copy:.1f} GB/s, over {found.streamed_bytes >> 20} MiB")
+    place = f"on {roofline.device}" if roofline.threads is None else f"{roofline.threads} threads"
+    print_table(table(roofline), f"bytes that a call must move, {roofline.kv_len} rows of KV, {place}")
+    reads = "" if roofline.read is None else f"reads {roofline.read:.1f} GB/s, "
+    size = roofline.streamed_bytes >> 20
+    typer.echo(f"memory of {roofline.device}: {reads}copies {roofline.copy:.1f} GB/s, over {size} MiB")

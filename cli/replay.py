@@ -23,7 +23,7 @@ def replay(
 
     If costs decided the sizes of trees, it also shows how many tokens the estimates promised.
     """
-    from redraft.bench.prompts import read_text
+    from redraft.files import read_text
     from redraft.runtime import trace as traces
 
     text = read_text(trace)
@@ -66,28 +66,24 @@ def _calibration(expected: float, brought: float) -> dict[str, float | None] | N
     return {"expected": expected, "brought": brought, "error": expected / brought - 1 if brought else None}
 
 
-def _by_depth(shares: list[float]) -> str:
-    if not shares:
-        return ""
-    return "; accepted at each depth, given all depths before: " + ", ".join(f"{100 * share:.0f} %" for share in shares)
-
-
-def _promise(found: dict[str, float | None] | None, digits: int) -> str:
-    """Return what estimates promised, as the end of a line; nothing without estimates."""
-    if found is None:
-        return ""
-    text = f"; expected {found['expected']:.{digits}f}, brought {found['brought']:.{digits}f}"
-    return text + (f" ({found['error']:+.1%})" if found["error"] is not None else "")
-
-
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as lines."""
-    lines = [
-        f"{source:<10} {counts['steps']} steps, {counts['nodes']} nodes, {counts['accepted']} accepted"
-        + _by_depth(counts["conditional_acceptance"])
-        + _promise(counts["calibration"], 1)
-        for source, counts in summary["sources"].items()
-    ]
+    lines = []
+    for source, counts in summary["sources"].items():
+        line = f"{source:<10} {counts['steps']} steps, {counts['nodes']} nodes, {counts['accepted']} accepted"
+        if shares := counts["conditional_acceptance"]:
+            depths = ", ".join(f"{100 * share:.0f} %" for share in shares)
+            line += f"; accepted at each depth, given all depths before: {depths}"
+        if counts["calibration"]:
+            line += f"; {_promise(counts['calibration'], 1)}"
+        lines.append(line)
+    if summary["tokens_per_step"]:
+        lines.append(f"tokens a step: {_promise(summary['tokens_per_step'], 3)}")
     requests = (f"request {number}: {count} tokens, prompt included" for number, count in summary["requests"].items())
-    promise = _promise(summary["tokens_per_step"], 3).removeprefix("; ")
-    return "\n".join([*lines, *([f"tokens a step: {promise}"] if promise else []), *requests])
+    return "\n".join([*lines, *requests])
+
+
+def _promise(calibration: dict[str, Any], digits: int) -> str:
+    """Return what estimates promised and what came, in words."""
+    error = "" if calibration["error"] is None else f" ({calibration['error']:+.1%})"
+    return f"expected {calibration['expected']:.{digits}f}, brought {calibration['brought']:.{digits}f}{error}"

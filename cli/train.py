@@ -75,15 +75,15 @@ def drafter(
     from redraft.errors import UsageError
     from redraft.train.data import parse_sources
     from redraft.train.drafter_run import train_drafter
-    from redraft.train.objectives import find_method
+    from redraft.train.objectives import find_training
     from redraft.train.progress import ProgressReport
 
     command = str(context.info_name)
     name = COMMANDS[command]
-    method = find_method(name)
+    training = find_training(name)
     if steps and epochs:
         raise UsageError("--steps and --epochs both give the length", "give one of them")
-    recipe = method.recipe.load(config or method.schedule or command).with_options(steps, seed, epochs)
+    recipe = training.recipe.load(config or training.schedule or command).with_options(steps, seed, epochs)
     if recipe.method != name:
         raise UsageError(
             f"the recipe {config} is for {recipe.method}",

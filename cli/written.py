@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.columns import Columns
-    from rich.live import Live
-    from rich.text import Text
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
 
+if TYPE_CHECKING:
     from redraft.runtime.generation import Piece
 
 STYLES = {"verifier": "", "lookup": "green", "drafter": "cyan"}
@@ -22,16 +24,11 @@ SECONDS_BETWEEN_DRAWINGS = 0.1
 
 def styled(text: str, origin: str) -> Text:
     """Return a text in the colour of its origin."""
-    from rich.text import Text
-
     return Text(text, style=STYLES[origin])
 
 
 def print_counts(counts: Mapping[str, int]) -> None:
     """Print numbers of tokens by origin, which explains the colours too."""
-    from rich.console import Console
-    from rich.text import Text
-
     shown = [styled(f"{counts[origin]} {words}", origin) for origin, words in WORDS.items() if counts.get(origin)]
     total = sum(counts.values())
     Console(highlight=False, soft_wrap=True).print(Text.assemble(f"  of {total} tokens: ", Text(", ").join(shown)))
@@ -58,22 +55,17 @@ class SideBySide:
     def __init__(self, prompt: str, answers: Sequence[Answer], quiet: bool = False) -> None:
         self._prompt = prompt
         self._answers = answers
-        self._live: Live | None = None
         self._quiet = quiet
+        self._live: Live | None = None
         self._latest = 0.0
 
     def __enter__(self) -> SideBySide:
-        if self._quiet:
-            return self
-        from rich.console import Console
-        from rich.live import Live
-        from rich.text import Text
-
-        console = Console(highlight=False)
-        console.print()
-        console.print(Text(self._prompt.rstrip(), style="bold"))
-        self._live = Live(console=console, auto_refresh=False)
-        self._live.start()
+        if not self._quiet:
+            console = Console(highlight=False)
+            console.print()
+            console.print(Text(self._prompt.rstrip(), style="bold"))
+            self._live = Live(console=console, auto_refresh=False)
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,10 +83,6 @@ class SideBySide:
             self._latest = time.monotonic()
 
     def _columns(self, width: int) -> Columns:
-        from rich.columns import Columns
-        from rich.panel import Panel
-        from rich.text import Text
-
         panels = []
         for answer in self._answers:
             pieces = [styled(piece.text, piece.origin) for piece in answer.pieces]

@@ -12,7 +12,7 @@ from typing import Any
 
 from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
-from redraft.engines.tensorrt.records import TensorRtRecord
+from redraft.engines.tensorrt_records import TensorRtRecord
 from redraft.errors import BundleError, UsageError
 from redraft.methods.base import TREE, Rows, TreeLimits
 from redraft.names import TOKEN_IDS, VERIFIER, TensorSpec, WeightRef, drafter_graph

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from redraft.engines.manifest import GraphRecord, Manifest
-from redraft.engines.tensorrt.records import weights_file
+from redraft.engines.tensorrt_records import weights_file
 from redraft.names import CODES, ROWS, SCALES, SMOOTHING, VERIFIER, ZEROS, WeightRef
 
 _KINDS = {

@@ -1,4 +1,7 @@
-"""Writes an engine bundle: stages it in a sibling folder, computes digests, flushes, then renames it into place."""
+"""Writes an engine bundle: stages it in a sibling folder, computes digests, flushes, then renames it into place.
+
+One process at a time builds a bundle. A termination signal lets `finally` blocks run.
+"""
 
 from __future__ import annotations
 

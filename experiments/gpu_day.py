@@ -88,20 +88,19 @@ def pack(out: Path, onnxruntime: Path | None, bundles: list[Path], architecture:
                 archive.addfile(entry, io.BytesIO(data))
         for bundle in bundles:
             archive.add(bundle.resolve(), f"bundles/{bundle.name}")
-    left, pieces, room = cargo.getvalue(), list[str](), load_bytes - RESERVED_BYTES - (load / SOURCE).stat().st_size
-    contents = out / "load-0" / CONTENTS
-    while True:
+    data, whole = cargo.getvalue(), load_bytes - RESERVED_BYTES
+    ends = range(whole - (load / SOURCE).stat().st_size, len(data) + whole, whole)
+    for number, end in enumerate(ends):
+        load = out / f"load-{number}"
+        load.mkdir(exist_ok=True)
         shutil.copy(__file__, load)
-        pieces.append(f"{CARGO}.{len(pieces)}")
-        (load / pieces[-1]).write_bytes(left[:room])
-        left, room = left[room:], load_bytes - RESERVED_BYTES
+        (load / f"{CARGO}.{number}").write_bytes(data[max(0, end - whole) if number else 0 : end])
         print(load)
-        if not left:
-            break
-        load = out / f"load-{len(pieces)}"
-        load.mkdir()
-    digest = hashlib.sha256(cargo.getvalue()).hexdigest()
-    contents.write_text(json.dumps({"pieces": pieces, "sha256": digest}) + "\n")
+    contents = {
+        "pieces": [f"{CARGO}.{number}" for number in range(len(ends))],
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    (out / "load-0" / CONTENTS).write_text(json.dumps(contents) + "\n")
 
 
 def without_other_code(data: bytes, architecture: int) -> bytes:

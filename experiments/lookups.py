@@ -28,11 +28,10 @@ from statistics import median
 from typing import Any
 
 from redraft.bench.command import bundle_parser, run
-from redraft.bench.compare import timing
+from redraft.bench.compare import Flips, timing
 from redraft.bench.environment import environment
-from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.prompts import BenchPrompt, load_prompts
 from redraft.bench.statistics import speedup
-from redraft.bench.turns import Flips
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation
 
@@ -97,7 +96,7 @@ def _figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _cases(prompt: Prompt, text: str, other: str) -> Iterator[tuple[str, str, SpeculationParams | str]]:
+def _cases(prompt: BenchPrompt, text: str, other: str) -> Iterator[tuple[str, str, SpeculationParams | str]]:
     """Yield name, prompt and way to speculate. `text` is the plain output, `other` that of another prompt."""
     question = prompt.text
     yield "own text", question, "suffix"

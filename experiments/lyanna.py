@@ -29,11 +29,11 @@ from onnx_ir.convenience import extract
 from redraft import names
 from redraft.bench.command import as_json, one_line_errors
 from redraft.bench.environment import SETTLE_SECONDS, environment
-from redraft.bench.report_latency import TOGETHER, tables
+from redraft.bench.report_inputs import TOGETHER, latency_tables
 from redraft.cli.console import print_table
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.calls import Call, Calls
-from redraft.engines.huge_pages import huge_pages
+from redraft.engines.host_memory import huge_pages
 from redraft.engines.onnxruntime_backend import bound_call, session_options
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import BundleError
@@ -46,8 +46,6 @@ MOST_STEPS = 6
 """Largest N of the logits, if the drafter's steps and width are not larger."""
 KV_LEN, PENDING_ROWS = 200, 2
 """KV rows, and rows of pending features, at a call."""
-VERIFIED = (1, 8)
-"""Rows of the verifications between drafts."""
 WARM_UP, BLOCKS, RUNS = 5, 8, 12
 PARTS = ("layer", "head", "tree")
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -118,7 +116,7 @@ def main() -> None:
         if options.json:
             print(as_json(result))
             return
-        for title, rows in tables(result).items():
+        for title, rows in latency_tables(result).items():
             print_table(rows, title)
 
 
@@ -138,11 +136,17 @@ def measure(engines: Path, threads: int, turns: int) -> dict[str, Any]:
         drafter = LyannaDrafter.create(runtime.verifier, {}, bundle, METHOD.id)
         capacity = runtime.verifier.max_model_len + shape.steps
 
-        def verify(rows: int = VERIFIED[-1]) -> float:
+        def verify(rows: int = 8) -> float:
             return runtime.verifier.measure_ms(1, rows, KV_LEN)
 
         print("calls in turn, and parts of a draft", file=sys.stderr)
-        turns_ms = in_turns_ms(verify, drafter, turns)
+        calls = {
+            "t(1)": lambda: verify(1),
+            "draft": lambda: drafter.measure_ms(PENDING_ROWS, KV_LEN)[0],
+            "t(8)": verify,
+            "resample": lambda: drafter.measure_ms(PENDING_ROWS, KV_LEN)[1],
+        }
+        turns_ms = in_turns_ms(calls, turns)
         parts = parts_ms(draft, verify, capacity, turns)
         profile = profile_ms(draft, verify, capacity, turns)
     return {
@@ -235,30 +239,33 @@ def _blocks_in_turn(calls: Mapping[str, tuple[Run, int]]) -> dict[str, list[floa
     return taken
 
 
-def in_turns_ms(verify: Callable[[int], float], drafter: LyannaDrafter, turns: int) -> dict[str, Times]:
-    """Time a verification of one row, one of eight, a draft and a resampling, in turn, as in decoding."""
-    taken: dict[str, list[float]] = {name: [] for name in (*(f"t({n})" for n in VERIFIED), "draft", "resample")}
+def in_turns_ms(calls: Mapping[str, Callable[[], float]], turns: int) -> dict[str, Times]:
+    """Return times of calls that return their milliseconds, in turn, as in decoding."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(WARM_UP + turns):
-        for n in VERIFIED:
-            spent = (verify(n), *drafter.measure_ms(PENDING_ROWS, KV_LEN))
+        for name, call in calls.items():
+            ms = call()
             if turn >= WARM_UP:
-                for name, ms in zip((f"t({n})", "draft", "resample"), spent, strict=True):
-                    taken[name].append(ms)
+                taken[name].append(ms)
     return {name: times(values) for name, values in taken.items()}
 
 
+def after(verify: Callable[[], float], call: Call) -> Callable[[], float]:
+    """Return a function that returns the milliseconds of a call after a verification."""
+
+    def run() -> float:
+        verify()
+        start = time.perf_counter()
+        call.run()
+        return (time.perf_counter() - start) * 1e3
+
+    return run
+
+
 def parts_ms(draft: Draft, verify: Callable[[], float], capacity: int, turns: int) -> dict[str, Times]:
-    """Return the time of a draft by part, and of the whole `draft`: differences of the cut graphs' times, in turn."""
+    """Return the time of a draft by part, and of the whole `draft`: differences of the cut graphs' times."""
     calls = {part: draft.call(draft.open(model), outputs, capacity) for part, (model, outputs) in cuts(draft).items()}
-    taken: dict[str, list[float]] = {part: [] for part in calls}
-    for turn in range(WARM_UP + turns):
-        for part, call in calls.items():
-            verify()
-            start = time.perf_counter()
-            call.run()
-            if turn >= WARM_UP:
-                taken[part].append((time.perf_counter() - start) * 1e3)
-    ends = {part: times(values) for part, values in taken.items()}
+    ends = in_turns_ms({part: after(verify, call) for part, call in calls.items()}, turns)
     starts = [dict.fromkeys(ends[PARTS[0]], 0.0), *ends.values()]
     own = {
         part: {kind: ms - start[kind] for kind, ms in end.items()}
@@ -297,9 +304,7 @@ def profile_ms(draft: Draft, verify: Callable[[], float], capacity: int, turns: 
     with tempfile.TemporaryDirectory() as folder:
         session = draft.open(model, str(Path(folder) / "draft"))
         call = draft.call(session, draft.bundle.graph(draft.graph).outputs, capacity)
-        for _ in range(WARM_UP + turns):
-            verify()
-            call.run()
+        in_turns_ms({"call": after(verify, call)}, turns)
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     runs = list(split_runs(events, parts))[-turns:]
     return {name: times([run[name] for run in runs]) for name in (*PARTS, "rest", "call")}

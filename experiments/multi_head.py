@@ -47,7 +47,7 @@ from redraft.train.batches import Batch, BatchPlan
 from redraft.train.config import Recipe
 from redraft.train.data import SEPARATOR, data_digest, load_corpora, parse_sources
 from redraft.train.loop import load_checkpoint, refuse_run, train
-from redraft.train.objectives.chain_attention import ChainAttention
+from redraft.train.objectives.distillation import ChainAttention
 from redraft.train.objectives.multi_head import MultiHeadObjective
 from redraft.train.progress import ProgressReport
 from redraft.train.verifier_model import VerifierModel, open_verifier
@@ -241,7 +241,6 @@ def main() -> dict[str, Any]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     training = commands.add_parser("train", help="train a verifier jointly with heads on its trunk")
     add_training_options(training, CONFIG)
-    training.add_argument("--data", action="append", required=True, help="KIND=SOURCE, once for each kind")
     publishing = commands.add_parser("publish", help="write a run's verifier and heads, and measure them")
     publishing.add_argument("folder", metavar="RUN", type=Path, help="run folder of `train`")
     publishing.add_argument("--out", type=Path, required=True, help="folder to write")

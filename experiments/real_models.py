@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from redraft.assembly.resolve import held_out_texts
 from redraft.bench.command import run
 from redraft.bench.environment import environment
-from redraft.bench.prompts import read_text
 from redraft.engines import open_bundle
 from redraft.engines.sizes import total_bytes
+from redraft.files import read_text
 from redraft.runtime.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 37
@@ -53,7 +53,7 @@ def main() -> dict[str, Any]:
     builds, decoders = {}, list[Decoder]()
     for precision in options.precisions.split(","):
         out = options.out / f"{options.model.stem}-{precision}"
-        builds[precision] = build(options.model, precision, out, options.draft)
+        builds[precision] = build(options.model, precision, out)
         decoders.append(Decoder(OURS, out))
     if LLAMA in options.peers:
         decoders += [Decoder(LLAMA, options.model), Decoder(LLAMA, _as_q8(options))]
@@ -72,10 +72,10 @@ def main() -> dict[str, Any]:
     }
 
 
-def build(model: Path, precision: str, out: Path, draft: Path | None) -> dict[str, Any]:
+def build(model: Path, precision: str, out: Path) -> dict[str, Any]:
     """Build a bundle in a process of its own. Returns its seconds, peak memory in bytes, size and quality."""
     command = [Path(sys.executable).with_name("redraft"), "build", model, "-o", out, "--precision", precision]
-    command += ["--drafter", f"draft={draft}" if draft else "none", "--force", "--json"]
+    command += ["--drafter", "none", "--force", "--json"]
     start = time.monotonic()
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(list(map(str, command)), stdout=printed)
@@ -153,7 +153,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="a GGUF file, or a checkpoint folder that no peer reads")
     parser.add_argument("--out", type=Path, required=True, help="folder of the bundles, and of llama.cpp's Q8_0")
     parser.add_argument("--precisions", default="int8,int4", help="one or more, with commas")
-    parser.add_argument("--draft", type=Path, help="a GGUF file of a draft model for the bundles")
     parser.add_argument("--peers", nargs="*", default=[], choices=(LLAMA, OPENVINO))
     parser.add_argument("--peers-python", default=sys.executable, help="the Python that has the peers")
     parser.add_argument("--rounds", type=int, default=3)

@@ -7,7 +7,7 @@ modules need no weights but those of norms and biases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,21 +44,16 @@ def can_force(traced: TracedVerifier, parameters: Collection[str]) -> bool:
     """Return True if transformers has a module for every one of these weights."""
     if traced.loaded is None or traced.architecture.whole_class is not traced.architecture.text_class:
         return False
-    return set(parameters) <= {name for _, names in _weights(traced) for name in names}
+    return set(parameters) <= {name for _, names in _weights(traced.architecture.empty_model()) for name in names}
 
 
-def _weights(traced: TracedVerifier) -> list[tuple[nn.Module, list[str]]]:
-    """Return transformers' modules with one weight each, without its numbers, and the weight's names."""
-    with torch.device("meta"):
-        model = traced.architecture.text_class._from_config(traced.architecture.text)
+def _weights(model: nn.Module) -> Iterator[tuple[Any, list[str]]]:
+    """Yield the modules that are one product or lookup with a parameter `weight`, and the weight's names."""
     names = parameter_names(model)
-    return [(module, names[id(module.weight)]) for module in model.modules() if _multiplies(module)]
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Return True if the module is one product with the parameter `weight`."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 2
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+            yield module, names[id(weight)]
 
 
 def compare_forced(traced: TracedVerifier, recorded: Recorded, compare: Callable[[str, Array, Array], None]) -> None:
@@ -69,19 +64,16 @@ def compare_forced(traced: TracedVerifier, recorded: Recorded, compare: Callable
     """
     assert traced.loaded is not None
     absent = _tied(traced, {*recorded.results, *recorded.rows})
-    for module, its in _weights(traced):
-        if isinstance(module, nn.Embedding) and recorded.rows.keys().isdisjoint(its):
-            absent -= set(its)  # exact rows, though a product may have the same weight
+    for module, names in _weights(traced.architecture.empty_model()):
+        if isinstance(module, nn.Embedding) and recorded.rows.keys().isdisjoint(names):
+            absent -= set(names)  # exact rows, though a product may have the same weight
     with streamed_model(traced.checkpoint, traced.architecture, traced.loaded, absent=absent) as model:
-        names, rows = parameter_names(model), dict[int, Array]()
-        for module in model.modules():
-            if not _multiplies(module):
-                continue
-            its = names[id(module.weight)]
+        rows: dict[int, Array] = {}
+        for module, names in _weights(model):
             if isinstance(module, nn.Embedding):
-                if table := next((name for name in its if name in recorded.rows), None):
+                if table := next((name for name in names if name in recorded.rows), None):
                     rows[id(module.weight)] = recorded.rows[table]
-            elif product := next((name for name in its if name in recorded.results), None):
+            elif product := next((name for name in names if name in recorded.results), None):
                 module.forward = _forced(module, product, recorded, compare)
         with _Rows(rows):
             logits = model(input_ids=torch.tensor([list(recorded.tokens)]), use_cache=False).logits[0]

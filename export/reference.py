@@ -24,6 +24,7 @@ from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.checkpoint.loading import load_tensors
 from redraft.export.checkpoint.model_config import load_config
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.checkpoint.stored_tensor import StoredTensor, evaluate
 from redraft.export.streaming import running, streamed_model
 
@@ -47,7 +48,7 @@ def reference_logits(
     config = load_config(checkpoint)
     architecture = Architecture.of(config if layers is None else first_layers(config, layers))
     multimodal = architecture.whole_class is not architecture.text_class
-    if not checkpoint.is_safetensors or not (multimodal or checkpoint.parameter_bytes <= LOADED_BYTES):
+    if not isinstance(checkpoint, Checkpoint) or not (multimodal or checkpoint.parameter_bytes <= LOADED_BYTES):
         loaded = load_tensors(checkpoint, architecture, partly=layers is not None)
         with streamed_model(checkpoint, architecture, loaded) as streamed:
             return [_logits(streamed, text) for text in texts]
@@ -118,11 +119,8 @@ def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
 
 def count_numbers(checkpoint: AnyCheckpoint, layers: int) -> int:
     """Return the weights of the text model's first layers, its embedding and head."""
-    architecture = Architecture.of(first_layers(load_config(checkpoint), layers))
-    with torch.device("meta"), no_init_weights():
-        return sum(
-            parameter.numel() for parameter in architecture.text_class._from_config(architecture.text).parameters()
-        )
+    model = Architecture.of(first_layers(load_config(checkpoint), layers)).empty_model()
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def enough_layers(checkpoint: AnyCheckpoint) -> int:
@@ -132,21 +130,18 @@ def enough_layers(checkpoint: AnyCheckpoint) -> int:
     item a layer have equal items for them.
     """
     architecture = Architecture.of(load_config(checkpoint))
-    with torch.device("meta"), no_init_weights():
-        model = architecture.text_class._from_config(architecture.text)
     count = int(architecture.text.num_hidden_layers)
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not stacks:
+    modules = architecture.empty_model().modules()
+    layers = next((m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count), None)
+    if layers is None:
         return count
-    lists = [
-        value for value in vars(architecture.text).values() if isinstance(value, (list, tuple)) and len(value) == count
+    values = vars(architecture.text).values()
+    lists = [value for value in values if isinstance(value, (list, tuple)) and len(value) == count]
+    kinds = [
+        ([str(items[number]) for items in lists], [(name, p.shape) for name, p in layer.named_parameters()])
+        for number, layer in enumerate(layers)
     ]
-    kinds = [_kind(layer, [str(items[number]) for items in lists]) for number, layer in enumerate(stacks[0])]
     return min(count, max(LEAST_LAYERS, max(kinds.index(kind) for kind in kinds) + 1))
-
-
-def _kind(layer: nn.Module, settings: list[str]) -> Any:
-    return settings, tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())
 
 
 def run_texts(

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
+from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.export.checkpoint.architecture import Architecture
-from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint
+from redraft.export.checkpoint.base import AnyCheckpoint, not_finite
 from redraft.export.checkpoint.loading import LoadedTensors, fill_buffers
 from redraft.export.checkpoint.stored_tensor import StoredTensor, evaluate
 
@@ -56,7 +56,7 @@ def streamed_model(
         for number, unit in enumerate(units):
             streamed = _Unit(unit, checkpoint, loaded.parameters, names, pool)
             unit.register_forward_pre_hook(streamed.fill)
-            unit.register_forward_hook(partial(_after, streamed, ran, partial(done, number + 1, len(units))))
+            unit.register_forward_hook(partial(streamed.after, ran, partial(done, number + 1, len(units))))
         with running(architecture), torch.no_grad():
             yield model
 
@@ -78,19 +78,10 @@ def running(architecture: Architecture) -> Iterator[None]:
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """Return all names of each parameter, by its identity. Tied parameters are one."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return found
-
-
-def _after(
-    streamed: _Unit, ran: Callable[[Mapping[str, torch.Tensor]], None], done: Callable[[], None], *_: Any
-) -> None:
-    """Drop the weights of a unit that has run, once its observer has seen them."""
-    ran(streamed.filled)
-    streamed.drop()
-    done()
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def _units(model: nn.Module, layers: int) -> Iterator[nn.Module]:
@@ -115,8 +106,8 @@ class _Unit:
         names: Mapping[int, Sequence[str]], pool: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
         self._checkpoint, self._pool = checkpoint, pool
-        found = {id(p): p for p in module.parameters()}
-        self._parameters = [(p, names[key], tensors[names[key][0]]) for key, p in found.items() if names.get(key)]
+        parameters = {id(p): p for p in module.parameters()}
+        self._parameters = [(p, names[key], tensors[names[key][0]]) for key, p in parameters.items() if names.get(key)]
 
     def fill(self, module: nn.Module, args: Any) -> None:
         """Read the parameters' numbers. Raises CheckpointError for NaN."""
@@ -124,33 +115,16 @@ class _Unit:
         for (parameter, _, _), value in zip(self._parameters, values, strict=True):
             parameter.data = value
 
-    def drop(self) -> None:
-        """Free the parameters' memory: pages of a new tensor are not touched."""
+    def after(self, ran: Callable[[Mapping[str, torch.Tensor]], None], done: Callable[[], None], *result: Any) -> None:
+        """Give the parameters to `ran`, then free their memory: pages of a new tensor are not touched."""
+        ran({name: parameter.data for parameter, names, _ in self._parameters for name in names})
         for parameter, _, _ in self._parameters:
             parameter.data = torch.empty(parameter.shape)
-
-    @property
-    def filled(self) -> dict[str, torch.Tensor]:
-        """The parameters by each of their names."""
-        return {name: parameter.data for parameter, names, _ in self._parameters for name in names}
+        done()
 
     def _read(self, item: tuple[nn.Parameter, Sequence[str], StoredTensor]) -> torch.Tensor:
         parameter, names, tensor = item
-        value = read_tensor(tensor, self._checkpoint)
+        value = evaluate(tensor, self._checkpoint)
         if not np.isfinite(value).all():
-            raise CheckpointError(f"tensor {names[0]} has a number that is not finite", DOWNLOAD_AGAIN)
+            raise not_finite(names[0])
         return torch.from_numpy(value.reshape(parameter.shape))
-
-
-def read_tensor(tensor: StoredTensor, checkpoint: AnyCheckpoint) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the whole tensor in fp32. Memory holds one copy of a stored tensor."""
-    if tensor.entry is None:
-        return evaluate(tensor, checkpoint)
-    whole = np.empty(tensor.entry.shape, np.float32)
-    begin = 0
-    for slab in checkpoint.slabs(tensor.entry):
-        if not slab.shape or not whole.shape:
-            return slab.reshape(whole.shape).astype(np.float32)
-        whole[begin : begin + len(slab)] = slab
-        begin += len(slab)
-    return whole

@@ -59,10 +59,10 @@ class TracedVerifier:
     @cached_property
     def products(self) -> tuple[ProductWeight, ...]:
         """The weights of the graph's products, each once, and without one that computes anything but a layer's part."""
-        found = (
+        weights = (
             ProductWeight.of(n, self.decoder.parameters) for n in self.decoder.model.graph if n.op_type == "MatMul"
         )
-        return tuple(dict.fromkeys(weight for weight in found if weight is not None))
+        return tuple(dict.fromkeys(weight for weight in weights if weight is not None))
 
     @cached_property
     def source(self) -> Source:
@@ -95,8 +95,8 @@ def trace_verifier(
     Raises like `export_verifier`.
     """
     progress("trace", 0, 1)
-    found = model_config.load_config(checkpoint)
-    architecture = Architecture.of(found if layers is None else first_layers(found, layers))
+    text_config = model_config.load_config(checkpoint)
+    architecture = Architecture.of(text_config if layers is None else first_layers(text_config, layers))
     text = architecture.text
     shape = model_config.verifier_shape(text, config.max_model_len, names.ELEMENTS[config.compute_dtype])
     model_config.check_rope(text, shape.max_positions)

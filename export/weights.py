@@ -18,7 +18,7 @@ from redraft.export.checkpoint.sources import AnySource
 from redraft.export.checkpoint.weight_files import FOLDER, ONNX_TYPES, STORED, NewTensor, Progress, write
 from redraft.export.quantization import dequantize
 from redraft.export.quantization.product_forms import ProductPlan
-from redraft.export.quantization.products import quantize_products, use_shared
+from redraft.export.quantization.products import quantize_products
 from redraft.names import WeightRef
 
 IN_PLACE_FROM = 0.5
@@ -44,44 +44,40 @@ def place(
     they are codes and its own precision is higher.
     Returns the places of the parameters.
     """
-    there = {ref.initializer: ref for ref in shared}
-    read = [name for name in _parameters(model, source.parameters) if name not in there]
-    if precision in ("int8", "int4"):
-        keep_attention = plan is None
-        plan = plan or ProductPlan(precision)
-        made = quantize_products(model, source, plan, logits, there.values(), keep_attention)
-    else:
-        made = use_shared(model, source, there.values())
+    placed = {ref.initializer: ref for ref in shared}
+    read = [name for name in _parameters(model, source.parameters) if name not in placed]
+    product_plan = (plan or ProductPlan(precision)) if precision in ("int8", "int4") else None
+    tensors = quantize_products(model, source, product_plan, logits, placed, keep_attention=plan is None)
     if weight_only:
-        made = dequantize.dequantize_products(model, source, weight_only, logits)
+        tensors = dequantize.dequantize_products(model, source, weight_only, logits)
     refs: list[WeightRef] = []
     dtype = STORED[precision]
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    left = _parameters(model, source.parameters)
-    kept = _in_place(read, [name for name in left if name not in there], source, dtype)
-    for name in left:
+    unquantized = _parameters(model, source.parameters)
+    in_place = _in_place(read, [name for name in unquantized if name not in placed], source, dtype)
+    for name in unquantized:
         entry = source.stored(name)
-        if name in kept and entry is not None:
+        if name in in_place and entry is not None:
             file_there = source.link(name, folder)
             refs.append(WeightRef(name, file_there, entry.offset, entry.length, dtype, entry.shape))
         else:
-            made.append(NewTensor(name, dtype, source.parameters[name], partial(source.slabs, name)))
-    used = [there[tensor.name] for tensor in made if tensor.name in there]
-    made = [tensor for tensor in made if tensor.name not in there]
-    if made:
-        refs += write(made, folder, f"{FOLDER}/{file or precision}.safetensors", progress)
+            tensors.append(NewTensor(name, dtype, source.parameters[name], partial(source.slabs, name)))
+    used = [placed[tensor.name] for tensor in tensors if tensor.name in placed]
+    tensors = [tensor for tensor in tensors if tensor.name not in placed]
+    if tensors:
+        refs += write(tensors, folder, f"{FOLDER}/{file or precision}.safetensors", progress)
     for ref in (*refs, *used):
         _point(model, ref, folder)
     return tuple(sorted(refs, key=lambda ref: ref.initializer))
 
 
-def _in_place(read: list[str], left: list[str], source: AnySource, dtype: str) -> set[str]:
-    """Return the parameters of `left` that stay in the checkpoint's files. All of one file stay, or none.
+def _in_place(read: list[str], unquantized: list[str], source: AnySource, dtype: str) -> set[str]:
+    """Return the parameters of `unquantized` that stay in the checkpoint's files. All of one file stay, or none.
 
     read: parameters that the graph read before quantization. Random weights are in the bundle already.
     """
     entries = {name: entry for name in read if (entry := source.stored(name)) is not None}
-    fitting = [name for name in left if name in entries and entries[name].dtype == dtype]
+    fitting = [name for name in unquantized if name in entries and entries[name].dtype == dtype]
     wanted, used = Counter[str](), Counter[str]()
     for name, entry in entries.items():
         wanted[entry.file] += entry.length
@@ -96,13 +92,7 @@ def _parameters(model: ir.Model, parameters: dict[str, tuple[int, ...]]) -> list
 
 
 def _point(model: ir.Model, ref: WeightRef, folder: Path) -> None:
-    value = model.graph.initializers[ref.initializer]
-    value.const_value = ir.ExternalTensor(
-        ref.file,
-        ref.offset,
-        ref.length,
-        ONNX_TYPES[ref.dtype],
-        shape=ir.Shape(ref.shape),
-        name=ref.initializer,
-        base_dir=folder,
+    kind, shape = ONNX_TYPES[ref.dtype], ir.Shape(ref.shape)
+    model.graph.initializers[ref.initializer].const_value = ir.ExternalTensor(
+        ref.file, ref.offset, ref.length, kind, shape=shape, name=ref.initializer, base_dir=folder
     )

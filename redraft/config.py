@@ -9,11 +9,8 @@ from typing import Any, Literal
 
 from redraft.errors import UsageError
 from redraft.methods import NONE, UNBUILT
+from redraft.names import Precision as Precision
 
-Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
-"""fp32, fp16, bf16: one type for weights, KV and features. int8, int4, fp8: quantized weights only, and
-`compute_dtype` for everything else.
-"""
 ROUNDED_BY_PRODUCT: tuple[Precision, ...] = ("int8", "int4")
 """Precisions whose products ONNX Runtime rounds."""
 WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")

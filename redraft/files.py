@@ -1,4 +1,4 @@
-"""Large files that several folders share, and files that are written whole or not at all."""
+"""Files: texts of users, large files that several folders share, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from redraft.errors import DataError, UsageError
+
+
+def read_text(file: Path) -> str:
+    """Return a UTF-8 text file. Raises UsageError if it cannot be opened, DataError if it is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", "check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 (byte {error.start})", "convert it, for example with iconv") from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from redraft.config import Precision
-
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
+"""fp32, fp16, bf16: one type for weights, KV and features. int8, int4, fp8: quantized weights only, and
+`BuildConfig.compute_dtype` for everything else.
+"""
 Dtype = Literal["int64", "int32", "bool", "int8", "uint8", "float32", "float16", "bfloat16"]
 ELEMENTS: dict[Precision, Dtype] = {
     "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32", "int4": "float32", "fp8": "float16",

@@ -99,7 +99,7 @@ def _strftime_now(format: str) -> str:
 
 DEFAULT = names.DEFAULT_CHAT_TEMPLATE
 TOOL_USE = "tool_use"
-"""The template for a plain_messages with tools. Models without it use the default template."""
+"""The template for a conversation with tools. Models without it use the default template."""
 
 _CHECK = "give messages of the form that the model's template expects"
 _FIX = "fix the template in the checkpoint and build again"
@@ -127,7 +127,7 @@ class ChatTemplates:
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] | None = None,
         documents: Sequence[Message] | None = None, chat_template: str | None = None, **variables: Any,
     ) -> str:  # fmt: skip
-        """Render the prompt of a plain_messages.
+        """Render the prompt of a conversation.
 
         tools:         JSON schemas of functions; a template named `tool_use` then replaces the default one.
         documents:     objects that the template may quote, usually with `title` and `text`.

@@ -28,11 +28,11 @@ _FORM = 'give messages like {"role": "user", "content": "Hello"}'
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return plain messages for a template: without fields that are None, and with reasoning under all its usual names.
 
-    Raises UsageError for an empty plain_messages and for messages of another form.
+    Raises UsageError for an empty conversation and for messages of another form.
     """
     found = plain_objects("messages", messages)
     if not found:
-        raise UsageError("the plain_messages has no messages", _FORM)
+        raise UsageError("the conversation has no messages", _FORM)
     return [_with_reasoning({key: value for key, value in message.items() if value is not None}) for message in found]
 
 

@@ -101,7 +101,7 @@ class _Number(NamedTuple):
             raise UsageError(f"{name} must be {'a whole number' if self.kind is int else 'a number'}, not {value!r}")
         if not self.is_allowed(value):
             raise UsageError(f"{name} must be {self.allowed}, not {value}")
-        return self.kind(value)
+        return self.kind(value)  # type: ignore[call-overload]
 
 
 _NUMBERS = {

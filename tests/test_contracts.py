@@ -18,7 +18,7 @@ def tree(root: Path, tmp_path: Path) -> Path:
     """A copy of the sources, in which tests plant errors."""
     for package in PACKAGES:
         shutil.copytree(root / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "circles.toml", "constraints.txt"):
         shutil.copy(root / name, tmp_path)
     return tmp_path
 
@@ -45,6 +45,8 @@ def check(tree: Path, target: str, *variables: str) -> subprocess.CompletedProce
         ("runtime/planted.py", "import redraft.assembly"),
         ("redraft/errors.py", "import redraft.engines"),
         ("cli/planted.py", "import onnxruntime"),
+        ("runtime/planted.py", "import redraft.engines.tensorrt.target"),
+        ("redraft/errors.py", "import redraft.names; import redraft.signatures; import redraft.config"),
     ],
 )
 def test_forbidden_import_is_caught(tree: Path, module: str, forbidden: str) -> None:

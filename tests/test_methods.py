@@ -26,14 +26,14 @@ EXCEPTIONS = {
     "draft_model": dict.fromkeys(
         ("bench/peers/llamacpp.py", "bench/peers/openvino.py"), "calls a peer that has an argument of this name"
     ),
-    "eagle": {"redraft/methods/eagle2.py": "drafts other trees with the same drafter", **PUBLISHED},
-    "eagle2": {"redraft/methods/hass.py": "drafts as this method does, after another training", **PUBLISHED},
+    "eagle": PUBLISHED,
+    "eagle2": PUBLISHED,
     "eagle3": PUBLISHED,
     "hass": PUBLISHED,
     "mtp": dict.fromkeys(
         (
             "export/checkpoint/safetensors.py", "train/drafter_config.py", "train/mtp.py",
-            "train/objectives/lyanna_method.py",
+            "train/objectives/lyanna.py",
         ),
         "trains, stores or begins with the module that a verifier may have, whatever drafts with it",
     ),

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.train.batches import Batch, gather_places
-from redraft.train.method import DrafterObjective
+from redraft.train.training import DrafterObjective
 from redraft.train.verifier_model import autocast_of
 
 _ROWS_AT_ONCE = 8

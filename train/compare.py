@@ -31,7 +31,7 @@ from redraft.train.draft_columns import frequencies
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_run import COUNTS, TEXTS, train_drafter
 from redraft.train.loop import CHECKPOINT, load_checkpoint
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
 from redraft.train.progress import PROGRESS, ProgressReport, read_progress
 from redraft.train.text_batches import WrittenText
 
@@ -113,7 +113,7 @@ class CompareRecipe:
         schedule = run.schedule or self.schedule
         values, source = read_recipe(schedule)
         table = {**values.get("drafter", {}), **self.drafter, **run.drafter}
-        recipe: DrafterRecipe = find_method(run.method).recipe.from_dict({**values, "drafter": table}, source)
+        recipe: DrafterRecipe = find_training(run.method).recipe.from_dict({**values, "drafter": table}, source)
         if recipe.method != run.method:
             raise UsageError(f"the schedule {schedule} is for {recipe.method}, not {run.method}")
         return recipe.with_options(self.steps or None, seed)
@@ -261,7 +261,7 @@ def _check_same(recipe: CompareRecipe, out: Path, facts: Mapping[str, Any]) -> d
 
 def _filled(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's recipe with defaults for fields that it did not have when it was noted."""
-    values = find_method(recipe["method"]).recipe.from_dict(recipe).to_dict()
+    values = find_training(recipe["method"]).recipe.from_dict(recipe).to_dict()
     found: dict[str, Any] = json.loads(json.dumps({key: value for key, value in values.items() if key != "seed"}))
     return found
 

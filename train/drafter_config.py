@@ -79,6 +79,12 @@ class LayerTable(DrafterTable):
     kv_heads: int = 0
     head_dim: int = 0
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The fields of a `LayerConfig` that the table has, and the size of the draft vocabulary."""
+        names = ("intermediate_size", "heads", "kv_heads", "head_dim")
+        return {**{name: getattr(self, name) for name in names}, "draft_vocab_size": self.draft_vocabulary}
+
 
 @dataclass(frozen=True)
 class DrafterRecipe(Recipe):

@@ -15,10 +15,10 @@ from redraft.errors import DataError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.train.acceptance import Acceptance, acceptance_of
 from redraft.train.draft_columns import DraftColumns
-from redraft.train.method import DrafterObjective
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
 from redraft.train.questions import ChatTurns
 from redraft.train.text_batches import text_batch
+from redraft.train.training import DrafterObjective
 from redraft.train.verifier_model import VerifierModel, check_device, open_verifier
 from redraft.train.writer import continue_greedily
 
@@ -67,13 +67,13 @@ def evaluate_drafter(
 
 def open_drafter(checkpoint: DrafterCheckpoint, verifier: VerifierModel) -> DrafterObjective:
     """Return the loss of a published drafter. Raises CheckpointError if it does not belong to the verifier."""
-    method = find_method(checkpoint.method)
-    config = checkpoint.configure(method.config)
+    training = find_training(checkpoint.method)
+    config = checkpoint.configure(training.config)
     checkpoint.check_verifier(config, verifier.hidden_size, verifier.vocab_size, verifier.identity)
-    module = method.module(config)
+    module = training.drafter(config)
     tokens = checkpoint.load(module)
     vocabulary = DraftColumns.of(tokens.draft_vocabulary, config.vocab_size)
-    objective = method.objective(verifier.model, config, method.recipe(), vocabulary, False)
+    objective = training.objective(verifier.model, config, training.recipe(), vocabulary, False)
     objective.drafter.load_state_dict(module.state_dict())
     return objective
 

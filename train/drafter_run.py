@@ -31,12 +31,12 @@ from redraft.train.document_text import DocumentText
 from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import refuse_run, train
-from redraft.train.method import DrafterObjective, Method, Start
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
 from redraft.train.progress import PROGRESS, DrafterLog, ProgressReport, measures_of
 from redraft.train.states import States
 from redraft.train.text_batches import WrittenText
 from redraft.train.trained_drafter import RunFacts, TrainedDrafter
+from redraft.train.training import DrafterObjective, Start, Training
 from redraft.train.verifier_model import VerifierModel, autocast_of, check_device, open_verifier
 
 TEXTS = "texts"
@@ -73,22 +73,22 @@ def train_drafter(
     check_device(device)
     if not resume:
         refuse_run(out)
-    method = find_method(method_name)
+    training = find_training(method_name)
     report = report or ProgressReport(Console(quiet=True))
     loaded = open_verifier(verifier, device, dtype)
-    config = method.configure(recipe, loaded)
-    fill, digest = _start(start, method, recipe, config, loaded)
+    config = training.configure(recipe, loaded)
+    fill, digest = _start(start, training, recipe, config, loaded)
     material: DocumentText | WrittenText
     if texts is None:
         material = DocumentText(kept or out / TEXTS, loaded, recipe, sources, report.writing)
     else:
-        material = WrittenText(texts, recipe, method.hidden_states(config))
+        material = WrittenText(texts, recipe, training.hidden_states(config))
         if material.computed_again:
             report.note(material.computed_again)
     recipe = material.recipe
     facts = RunFacts(method_name, to_plain(config), loaded.identity, material.digest, material.settings, digest)
     _begin(out, facts, resume, drops_texts=texts is None and kept is None)
-    lookahead = method.lookahead(config, recipe)
+    lookahead = training.lookahead(config, recipe.drafter)
     material.check(loaded, lookahead)
     plan = material.plan(lookahead)
     counts = material.counts(loaded.vocab_size)
@@ -96,15 +96,15 @@ def train_drafter(
         write_json(out / DATA, {"kinds": material.facts(), "coverage": coverage(counts)})
         np.save(out / COUNTS, counts)
     torch.manual_seed(recipe.seed)
-    objective = method.objective(loaded.model, config, recipe, draft_vocabulary(config, counts), compile_graph)
+    objective = training.objective(loaded.model, config, recipe, draft_vocabulary(config, counts), compile_graph)
     recipe = recipe.for_epoch(material.batches)
     if kept is not None and texts is None:
-        plan = _with_states(plan, kept, recipe.seed, facts, objective, method.hidden_states(config))
+        plan = _with_states(plan, kept, recipe.seed, facts, objective, training.hidden_states(config))
     if fill and not resume:
         fill(objective.drafter, loaded, (plan.batch(step, recipe) for step in range(recipe.steps)))
     objective.to(device)
     held_out = material.held_out(objective.lookahead)
-    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(method))
+    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(training))
     ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,
         report=log,
@@ -128,7 +128,7 @@ def _with_states(
 
 
 def _start(
-    start: Path | None, method: Method, recipe: DrafterRecipe, config: DrafterConfig, verifier: VerifierModel
+    start: Path | None, training: Training, recipe: DrafterRecipe, config: DrafterConfig, verifier: VerifierModel
 ) -> tuple[Start | None, str]:
     """Return the function that fills a fresh drafter, None for random numbers, and the digest of a drafter `start`."""
     if start is not None:
@@ -136,10 +136,10 @@ def _start(
         trained.check_begins(config, verifier)
         return trained.begin, trained.digest()
     init = recipe.drafter.init
-    if init != "random" and init not in method.starts:
-        known = ", ".join(map(repr, ("random", *method.starts)))
+    if init != "random" and init not in training.starts:
+        known = ", ".join(map(repr, ("random", *training.starts)))
         raise UsageError(f"drafter.init = {init!r} is not possible for {recipe.method}", f"use one of {known}")
-    return method.starts.get(init), ""
+    return training.starts.get(init), ""
 
 
 def draft_vocabulary(config: DrafterConfig, counts: NDArray[np.int64]) -> DraftColumns:

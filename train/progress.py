@@ -19,7 +19,7 @@ from redraft.train.acceptance import Acceptance, acceptance_of, greedy_draft_log
 from redraft.train.batches import Batch
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import StepReport
-from redraft.train.method import DrafterObjective, Measure, Method
+from redraft.train.training import DrafterObjective, Measure, Training
 
 PROGRESS = "progress.jsonl"
 _SPEED_WINDOW = 20
@@ -90,9 +90,9 @@ class ProgressReport:
         return f"{losses} | lr {report.lr_factor:.2f} {speed:.0f} tok/s eta {left_min:.1f} min"
 
 
-def measures_of(method: Method) -> dict[str, Measure]:
+def measures_of(training: Training) -> dict[str, Measure]:
     """Return the measured fields of a method's configuration: those of every method, and its own."""
-    return {"draft_logit_scale": greedy_draft_logit_scale, **method.measures}
+    return {"draft_logit_scale": greedy_draft_logit_scale, **training.measures}
 
 
 class DrafterLog:

@@ -20,7 +20,7 @@ from redraft.train.acceptance import WIDTH
 from redraft.train.data import data_facts
 from redraft.train.drafter_run import COUNTS, draft_vocabulary
 from redraft.train.loop import load_checkpoint
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
 from redraft.train.progress import PROGRESS, measures_of, read_progress
 from redraft.train.trained_drafter import RunFacts, TrainedDrafter
 from redraft.train.verifier_model import VerifierModel
@@ -35,7 +35,7 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
     storage: of its matrices; None takes the method's own.
     """
     facts, state = RunFacts.of(run), load_checkpoint(run)
-    method = find_method(facts.method)
+    method = find_training(facts.method)
     storage = storage or method.storage
     recipe = method.recipe.from_dict(state["recipe"], str(run))
     module = facts.module(run, state)
@@ -106,7 +106,7 @@ def publish_model(folder: Path, out: Path, verifier: VerifierModel, text_files: 
     UsageError if the drafter is no model of its own, and CheckpointError if it belongs to another verifier.
     """
     found = TrainedDrafter.open(folder)
-    if found.method.whole is None:
+    if found.training.whole is None:
         raise UsageError(f"the drafter in {folder} is not a model of its own", "publish it without --format")
     if found.verifier != verifier.identity:
         raise CheckpointError(
@@ -116,6 +116,6 @@ def publish_model(folder: Path, out: Path, verifier: VerifierModel, text_files: 
     for file in text_files:
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(verifier.texts / file, out / file)
-    found.method.whole(found.module, verifier).save_pretrained(out)
+    found.training.whole(found.module, verifier).save_pretrained(out)
     for written in out.glob("*.safetensors"):
         written.chmod(0o644)  # safetensors makes files readable for their owner only

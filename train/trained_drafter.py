@@ -18,8 +18,8 @@ from redraft.files import write_json
 from redraft.records import from_plain
 from redraft.train.batches import Batch
 from redraft.train.loop import load_checkpoint
-from redraft.train.method import Method
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
+from redraft.train.training import Training
 from redraft.train.verifier_model import VerifierModel
 
 RUN = "run.json"
@@ -93,13 +93,13 @@ class RunFacts:
 
     def module(self, run: Path, state: Mapping[str, Any]) -> nn.Module:
         """Return the drafter of a checkpoint of the run."""
-        module = find_method(self.method).module(self.configuration(run))
+        module = find_training(self.method).drafter(self.configuration(run))
         module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
         return module
 
     def configuration(self, run: Path, **measured: Any) -> DrafterConfig:
         """Return the drafter's configuration with these values of measured fields."""
-        kind = find_method(self.method).config
+        kind = find_training(self.method).config
         config: DrafterConfig = from_plain(kind, {**self.config, **measured}, str(run / RUN))
         return config
 
@@ -109,7 +109,7 @@ class TrainedDrafter:
     """A drafter with its weights, and the verifier that it was trained for."""
 
     path: Path
-    method: Method
+    training: Training
     config: DrafterConfig
     module: nn.Module
     verifier: Identity
@@ -120,13 +120,13 @@ class TrainedDrafter:
         if (folder / RUN).exists():
             facts = RunFacts.of(folder)
             module = facts.module(folder, load_checkpoint(folder))
-            return cls(folder, find_method(facts.method), facts.configuration(folder), module, facts.verifier)
+            return cls(folder, find_training(facts.method), facts.configuration(folder), module, facts.verifier)
         checkpoint = DrafterCheckpoint.open(folder)
-        method = find_method(checkpoint.method)
-        config = checkpoint.configure(method.config)
-        module = method.module(config)
+        training = find_training(checkpoint.method)
+        config = checkpoint.configure(training.config)
+        module = training.drafter(config)
         checkpoint.load(module)
-        return cls(folder, method, config, module, checkpoint.verifier)
+        return cls(folder, training, config, module, checkpoint.verifier)
 
     def digest(self) -> str:
         """Return the SHA-256 of its weights in fp32, in the order of their names."""
@@ -147,7 +147,7 @@ class TrainedDrafter:
                 f"{self.path} is a drafter of another method than the recipe's", "give a --start of the same method"
             )
         wanted, found = asdict(config), asdict(self.config)
-        own = _OWN | self.method.measures.keys()  # a run has no measurement before its first step
+        own = _OWN | self.training.measures.keys()  # a run has no measurement before its first step
         hint = "give a --start of the recipe's form, or change the recipe"
         for name in (name for name in found if name in wanted and name not in own):
             if found[name] != wanted[name]:
@@ -165,7 +165,7 @@ class TrainedDrafter:
             )
 
     def begin(self, drafter: nn.Module, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
-        """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.method.Start`."""
+        """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.training.Start`."""
         drafter.load_state_dict(self.module.state_dict(), strict=False)
 
 

@@ -110,7 +110,7 @@ def open_verifier(path: Path, device: str, dtype: torch.dtype | None = None) -> 
     tokenizer = _tokenizer(texts)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     model: Any
-    if checkpoint.is_safetensors and checkpoint.config.get("model_type") not in model_config.SAME_AS:
+    if not isinstance(checkpoint, GgufCheckpoint) and checkpoint.config.get("model_type") not in model_config.SAME_AS:
         model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
     else:
         model = read_model(checkpoint, Architecture.of(configuration), "sdpa", dtype)

@@ -37,7 +37,7 @@ from redraft.train.text_shards import (
     split,
 )
 from redraft.train.verifier_model import VerifierModel
-from redraft.train.writer import Prompt, Writer
+from redraft.train.writer import TextStart, Writer
 
 QUESTIONS = "questions.npz"
 KINDS = ("chat", "math", "code", "prose")
@@ -111,7 +111,7 @@ def write_text(
         save_packed(out / QUESTIONS, _questions_in_order(verifier, turns, corpora, recipe, progress))
     asked = load_packed(out / QUESTIONS)
     prompts = [
-        Prompt(tuple(tokens.tolist()), float(temperature))
+        TextStart(tuple(tokens.tolist()), float(temperature))
         for tokens, temperature in zip(split(asked["lengths"], asked["tokens"]), asked["temperatures"], strict=True)
     ]
     save_facts(out, {**load_facts(out), "texts": len(prompts)})
@@ -127,11 +127,8 @@ def write_text(
             warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
             kept = ()
         written = Writer(verifier.model, turns.ends, recipe.new_tokens, kept).write(prompts[some], recipe.seed + index)
-        texts: dict[str, NDArray[Any]] = {
-            "tokens": written.tokens.astype(np.uint32),
-            "lengths": written.lengths,
-            "prompts": written.prompts,
-        }
+        tokens = written.tokens.astype(np.uint32)
+        texts: dict[str, NDArray[Any]] = {"tokens": tokens, "lengths": written.lengths, "prompts": written.prompts}
         about = {name: asked[name][some] for name in ("kinds", "temperatures")}
         shards.add(index, {**texts, **written.states, **about})
         progress("texts", index + 1, len(batches), int((written.lengths - written.prompts).sum()))
@@ -204,7 +201,7 @@ def _asked_by_itself(
     for batch in range(batches):
         if len(asked) >= count:
             break
-        texts = writer.write([Prompt(turns.before, 1.0)] * recipe.rows, recipe.seed + batch + 1)
+        texts = writer.write([TextStart(turns.before, 1.0)] * recipe.rows, recipe.seed + batch + 1)
         for text in split(texts.lengths, texts.tokens):
             question = text[len(turns.before) :].tolist()
             if question[-1] in turns.ends and len(question) > 5 and not special & set(question[:-1]):

@@ -33,7 +33,7 @@ _ATTENTION = "redraft_batched"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TextStart:
     """Tokens to continue.   temperature: 0 is greedy."""
 
     tokens: tuple[int, ...]
@@ -63,7 +63,7 @@ class Writer:
         self._ends = torch.tensor(sorted(ends), device=model.device)
 
     @torch.inference_mode()
-    def write(self, prompts: Sequence[Prompt], seed: int) -> Written:
+    def write(self, prompts: Sequence[TextStart], seed: int) -> Written:
         """Continue the prompts, which must not be empty. The same prompts and seed give the same texts."""
         with _fast_attention(self._model):
             batch = _Rows(self, prompts, torch.Generator(self._model.device).manual_seed(seed))
@@ -90,7 +90,7 @@ def _fast_attention(model: Any) -> Iterator[None]:
 class _Rows:
     """The state of one batch: R rows, A of them active."""
 
-    def __init__(self, writer: Writer, prompts: Sequence[Prompt], generator: torch.Generator) -> None:
+    def __init__(self, writer: Writer, prompts: Sequence[TextStart], generator: torch.Generator) -> None:
         self._model, self._ends, self._generator = writer._model, writer._ends, generator
         device = self._model.device
         lengths = [len(prompt.tokens) for prompt in prompts]
@@ -263,7 +263,7 @@ def write_rows(
     writer = Writer(model, frozenset(), new_tokens)
     rows = []
     for first in range(0, len(prompts), _ROWS_AT_ONCE):
-        batch = [Prompt(tuple(row.tolist()), temperature) for row in prompts[first : first + _ROWS_AT_ONCE]]
+        batch = [TextStart(tuple(row.tolist()), temperature) for row in prompts[first : first + _ROWS_AT_ONCE]]
         own_seed = int(np.random.SeedSequence([seed, first]).generate_state(1)[0])
         rows.append(writer.write(batch, own_seed).tokens.reshape(len(batch), -1))
         progress(min(first + _ROWS_AT_ONCE, len(prompts)), len(prompts))
@@ -279,7 +279,7 @@ def continue_greedily(
     texts: list[list[int]] = [[]] * len(prompts)
     for begin in range(0, len(order), _ROWS_AT_ONCE):
         some = order[begin : begin + _ROWS_AT_ONCE]
-        written = writer.write([Prompt(tuple(prompts[i])) for i in some], 0)
+        written = writer.write([TextStart(tuple(prompts[i])) for i in some], 0)
         for index, text in zip(some, split(written.lengths, written.tokens), strict=True):
             texts[index] = text.tolist()
     return texts

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +14,14 @@ from typing import Any, Protocol
 from redraft.bench.statistics import Timing
 from redraft.config import Precision
 from redraft.errors import BackendError
+from redraft.packages import package_version
 
 PLAIN, NGRAM = "plain", "ngram"
 """Modes that every decoder has: one token a step, and drafts from n-gram lookup in the sequence itself."""
 DRAFT = "draft"
 """The mode of drafts by a second model, if a measurement has one."""
+RECORD = "made_from.json"
+_OF_A_MODEL = ("*.safetensors", "*.gguf", "*.json")
 
 
 class PeerError(BackendError):
@@ -23,7 +29,7 @@ class PeerError(BackendError):
 
 
 @dataclass(frozen=True)
-class Source:
+class PeerSource:
     """The checkpoint to convert.
 
     checkpoint:  Hugging Face folder; llama.cpp also needs one GGUF file in it.
@@ -37,7 +43,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Model:
+class PeerModel:
     """A model to open.
 
     path:    our bundle, or the folder that the peer's `convert` filled.
@@ -85,15 +91,12 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that decodes.
+    """A library that decodes. A worker process calls the functions, so they are functions of modules.
 
-    name:    of its rows, without spaces.   module: that Python imports.   install: the command that installs it.
-    package: whose version the figures name.
+    name:    of its rows, without spaces.   package: whose version the figures name.   install: a command.
     formats: how its models are called, by precision. Other precisions are not offered.
     convert: writes the model of a precision into an empty folder.
-    open:    opens a model.
     pairs:   True if it can decode with a draft model.
-    A worker process calls the functions, so they are functions of modules.
     """
 
     name: str
@@ -101,11 +104,58 @@ class Peer:
     module: str
     install: str
     formats: Mapping[Precision, str]
-    convert: Callable[[Source, Precision, Path], None]
-    open: Callable[[Model], Decoder]
+    convert: Callable[[PeerSource, Precision, Path], None]
+    open: Callable[[PeerModel], Decoder]
     pairs: bool = False
 
     @property
     def installed(self) -> bool:
         """True if Python finds the library."""
         return find_spec(self.module) is not None
+
+
+def open_peer(peer: Peer, source: PeerSource, precision: Precision, keep: Path, threads: int, context: int) -> Decoder:
+    """Open a peer's model, converted now if `keep` lacks it. Raises PeerError and the errors of the library."""
+    draft = None
+    if source.draft is not None and peer.pairs:
+        draft = converted(peer, replace(source, checkpoint=source.draft), precision, keep / "draft")
+    return peer.open(PeerModel(converted(peer, source, precision, keep), precision, threads, context, draft))
+
+
+def converted(peer: Peer, source: PeerSource, precision: Precision, keep: Path) -> Path:
+    """Return the folder of a peer's model, converted now unless `keep` has it from the same files and version.
+
+    Raises PeerError.
+    """
+    folder = keep / peer.name / precision
+    files = sorted(path for pattern in _OF_A_MODEL for path in source.checkpoint.glob(pattern))
+    origin = {
+        "checkpoint": str(source.checkpoint.resolve()),
+        "files": {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files},
+        "format": peer.formats[precision],
+        "version": package_version(peer.package),
+    }
+    if _record(folder) == origin:
+        return folder
+    part = folder.with_name(f"{precision}.part")
+    for old in (part, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    part.mkdir(parents=True)
+    peer.convert(source, precision, part)
+    (part / RECORD).write_text(json.dumps(origin, indent=2))
+    return part.rename(folder)
+
+
+def _record(folder: Path) -> Any:
+    try:
+        return json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def run_tool(command: Sequence[str | Path]) -> None:
+    """Run a converter. Raises PeerError with the last line that it wrote."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
+        raise PeerError(f"`{' '.join(map(str, command[:4]))} …` failed: {lines[-1].strip()}")

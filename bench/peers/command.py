@@ -21,24 +21,22 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from redraft.bench.command import as_json, bundle_parser
 from redraft.bench.environment import environment
-from redraft.bench.peers.base import Model, Peer, PeerError, Source
-from redraft.bench.peers.figures import figures
+from redraft.bench.peers.base import Peer, PeerError, PeerModel, PeerSource, open_peer
+from redraft.bench.peers.figures import figures, markdown
 from redraft.bench.peers.genai import GENAI
 from redraft.bench.peers.huggingface import HUGGING_FACE
 from redraft.bench.peers.llamacpp import GIVEN, LLAMA
-from redraft.bench.peers.models import open_peer
 from redraft.bench.peers.openvino import OPENVINO
 from redraft.bench.peers.ours import NAME, Ours, draft_model_of
-from redraft.bench.peers.table import markdown
-from redraft.bench.peers.turns import Key, Question, make_questions, take_turns
+from redraft.bench.peers.turns import Key, make_questions, take_turns
 from redraft.bench.peers.worker import Opener, Worker
 from redraft.bench.prompts import load_prompts
 from redraft.config import Precision
@@ -63,7 +61,6 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements that the options ask for: a JSON object. Raises UsageError, BundleError, DataError."""
     bundles = _bundles(options.engines)
-    source = Source(options.checkpoint, options.optimum_cli, options.draft)
     for flag, folder in (("--checkpoint", options.checkpoint), ("--draft", options.draft)):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"no checkpoint folder {folder}", f"check {flag}")
@@ -72,12 +69,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             draft_model_of(path)
     check_system(options.system, options.chat)
     peers = _peers(options.peers)
-    questions = _questions(options)
-    with _kept(options.keep) as keep, ExitStack() as stack:
-        openers = _openers(
-            bundles, [peer for peer in peers if peer.installed], source, keep, options.threads, questions
-        )
-        workers, failed = _start(openers, stack)
+    prompts = load_prompts(options.prompts, options.limit)
+    with Runtime.open(options.engines[0], threads=options.threads) as runtime:
+        questions = make_questions(runtime, prompts, options.max_new_tokens, options.chat, options.system)
+    context = max(len(question.token_ids) + question.count for question in questions)
+    with ExitStack() as stack:
+        keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers, failed = _start(_openers(bundles, peers, options, keep, context), stack)
         results = take_turns(workers, questions, _report)
     results.failed |= failed
     for key, reason in results.failed.items():
@@ -99,42 +97,34 @@ def _peers(names: Sequence[str] | None) -> list[Peer]:
     """Return the peers of these names, or all. Raises UsageError for a named one that is not installed."""
     if names is None:
         return list(PEERS)
-    found = [peer for peer in PEERS if peer.name in names]
-    for peer in found:
+    named = [peer for peer in PEERS if peer.name in names]
+    for peer in named:
         if not peer.installed:
             raise UsageError(f"{peer.name} is not installed", f"run `{peer.install}`")
-    return found
-
-
-def _questions(options: argparse.Namespace) -> tuple[Question, ...]:
-    """Return the prompts with the plain answers of the first bundle."""
-    prompts = load_prompts(options.prompts, options.limit)
-    with Runtime.open(options.engines[0], threads=options.threads) as runtime:
-        return make_questions(runtime, prompts, options.max_new_tokens, options.chat, options.system)
+    return named
 
 
 def _bundles(paths: Sequence[Path]) -> dict[Precision, Path]:
     """Return bundles by precision. Raises UsageError for two of one precision, and BundleError."""
-    found: dict[Precision, Path] = {}
+    bundles: dict[Precision, Path] = {}
     for path in paths:
         precision = open_bundle(path).manifest.precision
-        if precision in found:
-            raise UsageError(f"{found[precision]} and {path} both are {precision}", "give one bundle a precision")
-        found[precision] = path
-    return found
+        if precision in bundles:
+            raise UsageError(f"{bundles[precision]} and {path} both are {precision}", "give one bundle a precision")
+        bundles[precision] = path
+    return bundles
 
 
 def _openers(
-    bundles: Mapping[Precision, Path], peers: Sequence[Peer], source: Source, keep: Path, threads: int,
-    questions: Sequence[Question],
+    bundles: Mapping[Precision, Path], peers: Sequence[Peer], options: argparse.Namespace, keep: Path, context: int
 ) -> dict[Key, Opener]:  # fmt: skip
     """Return the decoders to open, ours first in each precision."""
-    context = max(len(question.token_ids) + question.count for question in questions)
+    source, threads = PeerSource(options.checkpoint, options.optimum_cli, options.draft), options.threads
     openers: dict[Key, Opener] = {}
     for precision, path in bundles.items():
-        openers[Key(NAME, precision)] = partial(Ours, Model(path, precision, threads, context, source.draft))
+        openers[Key(NAME, precision)] = partial(Ours, PeerModel(path, precision, threads, context, source.draft))
         for peer in peers:
-            if precision in peer.formats:
+            if peer.installed and precision in peer.formats:
                 openers[Key(peer.name, precision)] = partial(open_peer, peer, source, precision, keep, threads, context)
     return openers
 
@@ -152,16 +142,6 @@ def _start(openers: Mapping[Key, Opener], stack: ExitStack) -> tuple[dict[Key, W
         else:
             stack.callback(workers[key].close)
     return workers, failed
-
-
-@contextmanager
-def _kept(keep: Path | None) -> Iterator[Path]:
-    """Yield the folder of converted models: `keep`, or a temporary one."""
-    if keep is not None:
-        yield keep
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        yield Path(temporary)
 
 
 def _report(line: str) -> None:

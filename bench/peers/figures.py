@@ -1,8 +1,10 @@
-"""Turns to figures: tokens a second by decoder and mode, ratios from pairs, and texts that differ."""
+"""Turns to figures: tokens a second by decoder and mode, ratios from pairs, and texts that differ; also as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from redraft.bench.peers.base import DRAFT, PLAIN
@@ -10,31 +12,32 @@ from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Question, Results
 from redraft.bench.peers.worker import Opened, Turn
 from redraft.bench.prompts import ALL
-from redraft.bench.statistics import Timing, first_difference, loops, rate_of, speedup
+from redraft.bench.statistics import first_difference, interval_text, loops, rate_of, rate_text, ratio_text, speedup
+
+TITLES = {"int8": "8 bits", "int4": "4 bits"}
 
 
 def figures(results: Results, questions: Sequence[Question], opened: Mapping[Key, Opened]) -> dict[str, Any]:
     """Return all figures as JSON: `decoders` and `ratios` by precision and name, and what was decoded."""
-    precisions = list(dict.fromkeys(key.precision for key in results.turns))
+    precisions = dict.fromkeys(key.precision for key in results.turns)
+    keys = {precision: [key for key in results.turns if key.precision == precision] for precision in precisions}
     return {
         "prompts": len(questions),
         "new_tokens": sum(question.count for question in questions),
         "looping_answers": sum(loops(question.answer) for question in questions),
         "decoders": {
-            p: _by_name(results, p, lambda key: _decoder(results, questions, key, opened)) for p in precisions
+            precision: {key.name: _decoder(results, questions, key, opened[key]) for key in some}
+            for precision, some in keys.items()
         },
-        "ratios": {p: _by_name(results, p, lambda key: _ratios(results, questions, key)) for p in precisions},
+        "ratios": {
+            precision: {key.name: ratios for key in some if (ratios := _ratios(results, questions, key))}
+            for precision, some in keys.items()
+        },
         "failed": {str(key): reason for key, reason in results.failed.items()},
     }
 
 
-def _by_name(results: Results, precision: str, figure: Callable[[Key], dict[str, Any] | None]) -> dict[str, Any]:
-    """Return a figure of every decoder of a precision that has one."""
-    found = {key.name: figure(key) for key in results.turns if key.precision == precision}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: Mapping[Key, Opened]) -> dict[str, Any]:
+def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: Opened) -> dict[str, Any]:
     """Return a decoder's figures.
 
     busy_threads: processor time over time, while it decodes.
@@ -42,29 +45,29 @@ def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: 
     """
     modes = results.turns[key]
     turns = [turn for mode in modes.values() for turn in mode]
+    ours = results.turns.get(Key(NAME, key.precision))
     return {
-        "settings": dict(opened[key].settings),
-        "modes": {mode: _mode(results, questions, key, mode) for mode in modes},
+        "settings": dict(opened.settings),
+        "modes": {
+            mode: {
+                "tokens_per_second": rate_of([turn.decoded.timing for turn in some]),
+                "differences": None if ours is None else _differences(questions, some, ours[PLAIN]),
+            }
+            for mode, some in modes.items()
+        },
         "busy_threads": sum(turn.cpu_seconds for turn in turns) / sum(turn.wall_seconds for turn in turns),
         "idle_cpu_ms": 1e3 * max(turn.idle_cpu_seconds for turn in turns),
     }
 
 
-def _mode(results: Results, questions: Sequence[Question], key: Key, mode: str) -> dict[str, Any]:
-    """Return tokens a second, and the outputs that differ from our plain text; None if ours has failed."""
-    turns, ours = results.turns[key][mode], results.turns.get(Key(NAME, key.precision))
-    differences = None if ours is None else _differences(questions, turns, ours[PLAIN])
-    return {"tokens_per_second": rate_of(_timings(turns)), "differences": differences}
-
-
 def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return an entry for each output that differs: its prompt, and the first token that differs."""
-    places = (first_difference(a.decoded.token_ids, b.decoded.token_ids) for a, b in zip(plain, turns, strict=True))
-    return [
-        {"prompt": question.prompt.id, "token": place}
-        for question, place in zip(questions, places, strict=True)
-        if place is not None
-    ]
+    """Return an entry for each output that differs from our plain one: its prompt, and the first token that differs."""
+    differences = []
+    for question, a, b in zip(questions, plain, turns, strict=True):
+        token = first_difference(a.decoded.token_ids, b.decoded.token_ids)
+        if token is not None:
+            differences.append({"prompt": question.prompt.id, "token": token})
+    return differences
 
 
 def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:
@@ -76,11 +79,13 @@ def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[s
     if key.name == NAME or ours is None:
         return None
     modes = results.turns[key]
-    best = max(modes, key=lambda mode: rate_of(_timings(modes[mode])))
-    theirs = modes[best]
-    found = {"best_mode": best, "modes": {mode: _ratio(theirs, turns, questions) for mode, turns in ours.items()}}
-    pair = {DRAFT: _ratio(modes[DRAFT], ours[DRAFT], questions)} if DRAFT in modes and DRAFT in ours else {}
-    return found | {"same_mode": pair}
+    best = max(modes, key=lambda mode: rate_of([turn.decoded.timing for turn in modes[mode]]))
+    both = DRAFT in modes and DRAFT in ours
+    return {
+        "best_mode": best,
+        "modes": {mode: _ratio(modes[best], turns, questions) for mode, turns in ours.items()},
+        "same_mode": {DRAFT: _ratio(modes[DRAFT], ours[DRAFT], questions)} if both else {},
+    }
 
 
 def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Question]) -> dict[str, Any]:
@@ -88,23 +93,114 @@ def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Que
 
     `not_looping` is None if every answer loops.
     """
-    pairs = list(zip(questions, _timings(theirs), _timings(ours), strict=True))
-    steady = [pair for pair in pairs if not loops(pair[0].answer)]
-    kinds = {kind: [pair for pair in pairs if pair[0].prompt.kind == kind] for kind in _kinds(questions)}
 
-    def over(some: Sequence[tuple[Question, Timing, Timing]]) -> dict[str, Any]:
-        return speedup([pair[1] for pair in some], [pair[2] for pair in some]).to_json()
+    def over(chosen: Sequence[bool]) -> dict[str, Any] | None:
+        timings = ([turn.decoded.timing for turn in compress(side, chosen)] for side in (theirs, ours))
+        return speedup(*timings).to_json() if any(chosen) else None
 
+    kinds = [question.prompt.kind for question in questions]
     return {
-        ALL: over(pairs),
-        "not_looping": over(steady) if steady else None,
-        "kinds": {kind: over(some) for kind, some in kinds.items()},
+        ALL: over([True] * len(questions)),
+        "not_looping": over([not loops(question.answer) for question in questions]),
+        "kinds": {kind: over([kind == each for each in kinds]) for kind in sorted(set(kinds))},
     }
 
 
-def _kinds(questions: Sequence[Question]) -> list[str]:
-    return sorted({question.prompt.kind for question in questions})
+def markdown(result: Mapping[str, Any]) -> str:
+    """Return the result of the command as Markdown: two tables, and a line of settings for each decoder."""
+    machine = result["environment"]
+    return "\n".join([
+        f"Tokens a second over {result['prompts']} prompts, {result['new_tokens']} new tokens, "
+        f"{result['looping_answers']} answers that loop; {machine['threads']} threads, {machine['cpu']}.",
+        "",
+        *_table(speed_rows(result)),
+        "",
+        f"Speed of {NAME} by its mode, over the best mode of a peer, with 95 % intervals.",
+        "",
+        *_table(ratio_rows(result)),
+        "",
+        *_notes(result),
+    ])  # fmt: skip
 
 
-def _timings(turns: Sequence[Turn]) -> list[Timing]:
-    return [turn.decoded.timing for turn in turns]
+def speed_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return tokens a second by library and mode, a column for each precision, with a header."""
+
+    def cells(decoder: Mapping[str, Any]) -> dict[str, str]:
+        return {mode: rate_text(one["tokens_per_second"]) for mode, one in decoder["modes"].items()}
+
+    return _rows(result, "decoders", "mode", (NAME, *result["peers"]), cells)
+
+
+def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return our speed over the best mode of each peer by our mode, a column for each precision, with a header."""
+
+    def cells(peer: Mapping[str, Any]) -> dict[str, str]:
+        best, texts = peer["best_mode"], {}
+        for mode, ratios in peer["modes"].items():
+            texts[mode] = f"{_ratio_text(ratios[ALL])} of {best}"
+            if result["looping_answers"]:
+                steady = ratios["not_looping"]
+                looping = f"{mode}, not looping"
+                texts[looping] = f"{_ratio_text(steady)} of {best}" if steady else "every answer loops"
+        return texts | {f"{mode}, same mode": _ratio_text(one[ALL]) for mode, one in peer["same_mode"].items()}
+
+    return _rows(result, "ratios", f"{NAME}'s mode", result["peers"], cells)
+
+
+def _ratio_text(ratio: Mapping[str, Any]) -> str:
+    return f"{ratio_text(ratio['rate'], ratio['base_rate'])} ({interval_text(ratio['interval'])})"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+
+
+def _rows(
+    result: Mapping[str, Any],
+    section: str,
+    title: str,
+    names: Sequence[str],
+    cells: Callable[[Mapping[str, Any]], dict[str, str]],
+) -> list[list[str]]:
+    """Return a header, and a row for each name and mode with a column for each precision.
+
+    title: of the column of modes.   cells: gives texts by mode from a name's figures.
+    """
+    columns = result["precisions"]
+    rows = [["", title, *(TITLES.get(precision, precision) for precision in columns)]]
+    for name in names:
+        texts = {p: cells(result[section][p][name]) for p in columns if name in result[section].get(p, {})}
+        absent = {p: _absence(result, section, name, p) for p in columns if p not in texts}
+        for mode in dict.fromkeys(mode for each in texts.values() for mode in each) or ("",):
+            rows.append([name, mode, *(texts[p].get(mode, "-") if p in texts else absent[p] for p in columns)])
+    return rows
+
+
+def _absence(result: Mapping[str, Any], section: str, name: str, precision: str) -> str:
+    """Return why a table has no figures of a decoder in a precision."""
+    if f"{name} {precision}" in result["failed"]:
+        return "failed"
+    if section == "ratios" and name in result["decoders"].get(precision, {}):
+        return f"{NAME} failed"
+    return "not installed" if name in result["left_out"] else "not measured"
+
+
+def _notes(result: Mapping[str, Any]) -> Iterator[str]:
+    for precision, decoders in result["decoders"].items():
+        for name, decoder in decoders.items():
+            texts = ", ".join(f"{mode} {_same(result, one)}" for mode, one in decoder["modes"].items())
+            yield (
+                f"- {name} {result['versions'][name]} {precision}: "
+                f"{json.dumps(decoder['settings'], ensure_ascii=False)}; {decoder['busy_threads']:.1f} busy threads, "
+                f"at most {decoder['idle_cpu_ms']:.0f} ms of processor time between turns; texts equal to our plain "
+                f"ones: {texts}"
+            )
+    yield from (f"- {name} is not installed: `{install}`" for name, install in result["left_out"].items())
+    yield from (f"- {key} failed: {reason}" for key, reason in result["failed"].items())
+
+
+def _same(result: Mapping[str, Any], mode: Mapping[str, Any]) -> str:
+    if mode["differences"] is None:
+        return "not compared"
+    return f"{result['prompts'] - len(mode['differences'])} of {result['prompts']}"

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Model, Peer, Source
-from redraft.bench.peers.models import run_tool
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Peer, PeerModel, PeerSource, run_tool
 from redraft.config import Precision
 
 SPECULATIVE: dict[str, dict[str, int]] = {
@@ -26,26 +25,25 @@ CONFIG = "genai_config.json"
 class GenaiDecoder:
     """An open model. Its end token becomes the vocabulary's last token, so that text continues past its end."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         import onnxruntime_genai as genai
 
         self._genai = genai
-        session = {"intra_op_num_threads": model.threads}
-        alone = self._opened(model.path, {"decoder": {"session_options": session}})
+        session = {"session_options": {"intra_op_num_threads": model.threads}}
+        alone = self._opened(model.path, {"decoder": session})
         self._models = {PLAIN: alone, NGRAM: alone}
         if model.draft is not None:
             with tempfile.TemporaryDirectory() as folder:
                 write_pair(model.path, model.draft, Path(folder))
-                both = {part: {"session_options": session} for part in ("decoder", "draft")}
-                self._models[DRAFT] = self._opened(Path(folder), both)
+                self._models[DRAFT] = self._opened(Path(folder), {"decoder": session, "draft": session})
         self.modes = tuple(self._models)
-        self.settings = {"session_options": session} | {mode: SPECULATIVE[mode] for mode in self.modes[1:]}
+        self.settings = session | {mode: SPECULATIVE[mode] for mode in self.modes[1:]}
 
     def _opened(self, folder: Path, overlay: dict[str, Any]) -> Any:
         """Open a model. An end token that is a list does not replace a number."""
-        found = json.loads((folder / CONFIG).read_text())["model"]
-        last = found["vocab_size"] - 1
-        end = [last] if isinstance(found["eos_token_id"], list) else last
+        model = json.loads((folder / CONFIG).read_text())["model"]
+        last = model["vocab_size"] - 1
+        end = [last] if isinstance(model["eos_token_id"], list) else last
         config = self._genai.Config(str(folder))
         config.overlay(json.dumps({"model": {"eos_token_id": end, **overlay}}))
         return self._genai.Model(config)
@@ -80,7 +78,7 @@ def write_pair(target: Path, draft: Path, folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config))
 
 
-def convert(source: Source, precision: Precision, folder: Path) -> None:
+def convert(source: PeerSource, precision: Precision, folder: Path) -> None:
     """Run its model builder, whose defaults for CPUs are blocks of 32 and accuracy level 4."""
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu", "-p", precision]
     run_tool([*builder, "-i", source.checkpoint, "-o", folder, "-c", folder / "cache"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Model, Peer, Source
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Peer, PeerModel, PeerSource
 from redraft.config import Precision
 
 LINK = "checkpoint"
@@ -16,7 +16,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
 class HuggingFaceDecoder:
     """An open checkpoint. Drafts by a second model have the library's defaults: a length that a confidence ends."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -67,7 +67,7 @@ class Watch:
         """Do nothing."""
 
 
-def link(source: Source, precision: Precision, folder: Any) -> None:
+def link(source: PeerSource, precision: Precision, folder: Any) -> None:
     """Link the checkpoint."""
     (folder / LINK).symlink_to(source.checkpoint.resolve())
 

@@ -10,10 +10,11 @@ import ctypes
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model, Peer, PeerError, Source
+from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Peer, PeerError, PeerModel, PeerSource
 from redraft.config import Precision
 
 LOOKUP = {"max_ngram_size": 2, "num_pred_tokens": 2}
@@ -31,7 +32,7 @@ class LlamaDecoder:
 
     modes = (PLAIN, NGRAM)
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -64,7 +65,7 @@ class LlamaDecoder:
         return Decoded(tuple(tokens), time.perf_counter() - start)
 
 
-def quantize(source: Source, precision: Precision, folder: Path) -> None:
+def quantize(source: PeerSource, precision: Precision, folder: Path) -> None:
     """Convert the checkpoint's GGUF file to the type of a precision by `llama_model_quantize`."""
     import llama_cpp
 
@@ -78,7 +79,7 @@ def quantize(source: Source, precision: Precision, folder: Path) -> None:
         raise PeerError(f"llama_model_quantize cannot make {TYPES[precision]} of {given} (status {status})")
 
 
-def link(source: Source, precision: Precision, folder: Path) -> None:
+def link(source: PeerSource, precision: Precision, folder: Path) -> None:
     """Link the checkpoint's GGUF file. Raises PeerError if it is not of 4 bits."""
     import llama_cpp
 
@@ -98,22 +99,13 @@ def gguf_file(checkpoint: Path) -> Path:
     return found[0]
 
 
-_INSTALL = "CMAKE_ARGS=-DGGML_NATIVE=ON pip install 'redraft[llama-cpp]'"
 LLAMA = Peer(
     name="llama-cpp-python",
     package="llama-cpp-python",
     module="llama_cpp",
-    install=_INSTALL,
+    install="CMAKE_ARGS=-DGGML_NATIVE=ON pip install 'redraft[llama-cpp]'",
     formats={"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"},
     convert=quantize,
     open=LlamaDecoder,
 )
-GIVEN = Peer(
-    name="llama-cpp-python-given",
-    package="llama-cpp-python",
-    module="llama_cpp",
-    install=_INSTALL,
-    formats={"int4": "the file itself"},
-    convert=link,
-    open=LlamaDecoder,
-)
+GIVEN = replace(LLAMA, name="llama-cpp-python-given", formats={"int4": "the file itself"}, convert=link)

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Model, Peer, PeerError, Source
-from redraft.bench.peers.models import run_tool
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Peer, PeerError, PeerModel, PeerSource, run_tool
 from redraft.config import Precision
 
 ASSISTANT: dict[str, dict[str, int]] = {
@@ -34,7 +33,7 @@ EXPORTER = (
 class OpenVinoDecoder:
     """An open model: a pipeline for each mode."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         import openvino_genai
 
         exact = EXACT if model.precision == "fp32" else {}
@@ -64,7 +63,7 @@ class OpenVinoDecoder:
         return Decoded(tuple(map(int, done.tokens[0])), seconds)
 
 
-def convert(source: Source, precision: Precision, folder: Path) -> None:
+def convert(source: PeerSource, precision: Precision, folder: Path) -> None:
     """Run `optimum-cli export openvino`. Raises PeerError without that program."""
     if shutil.which(source.optimum_cli) is None:
         raise PeerError(f"no exporter {source.optimum_cli}", f"run {EXPORTER}")

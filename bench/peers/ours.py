@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Model, PeerError
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError, PeerModel
 from redraft.engines import open_bundle
-from redraft.methods import NONE
-from redraft.methods.draft_model import METHOD
+from redraft.methods import NONE, checkpoint_method
 from redraft.runtime import Runtime, SamplingParams
 
 NAME = "redraft"
@@ -18,21 +17,22 @@ NAME = "redraft"
 class Ours:
     """An open bundle with redraft's own defaults."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         self._runtime = Runtime.open(model.path, threads=model.threads)
-        self._words = {PLAIN: NONE, NGRAM: NGRAM}
+        default = self._runtime.default_method
+        self._methods = {PLAIN: NONE, NGRAM: NGRAM}
         if model.draft is not None:
-            self._words[DRAFT] = draft_model_of(model.path)
-        if self._runtime.default_method not in self._words.values():
-            self._words[self._runtime.default_method] = self._runtime.default_method
-        self.modes = tuple(self._words)
+            self._methods[DRAFT] = draft_model_of(model.path)
+        if default not in self._methods.values():
+            self._methods[default] = default
+        self.modes = tuple(self._methods)
         self.settings = {"bundle": str(model.path), "threads": model.threads, "exact": self._runtime.exact}
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """See `Decoder.decode`."""
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         start = time.perf_counter()
-        done = self._runtime.generate([list(token_ids)], params, self._words[mode])[0]
+        done = self._runtime.generate([list(token_ids)], params, self._methods[mode])[0]
         seconds = time.perf_counter() - start - done.metrics.time_to_first_token_ms / 1e3
         return Decoded(done.token_ids, seconds)
 
@@ -40,7 +40,7 @@ class Ours:
 def draft_model_of(bundle: Path) -> str:
     """Return the id of a bundle's draft model. Raises PeerError if it has none."""
     drafters = open_bundle(bundle).manifest.drafters
-    found = next((name for name, drafter in drafters.items() if drafter.method == METHOD.id), None)
+    found = next((name for name, drafter in drafters.items() if drafter.method == checkpoint_method()), None)
     if found is None:
         raise PeerError(f"{bundle} has no draft model", "build it with --drafter ID=CHECKPOINT")
     return found

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from redraft.bench.compare import FEWEST_TOKENS, Progress, Settings, compare, in_turns
 from redraft.bench.compare import PLAIN as OUR_PLAIN
-from redraft.bench.compare import Settings, compare
 from redraft.bench.peers.base import PeerError
-from redraft.bench.peers.worker import Opened, Turn
-from redraft.bench.prompts import Prompt
-from redraft.bench.summary import FEWEST_TOKENS
-from redraft.bench.turns import Report, in_turns
+from redraft.bench.peers.worker import Turn, Worker
+from redraft.bench.prompts import BenchPrompt
 from redraft.config import Precision
 from redraft.errors import DataError
 from redraft.runtime import Runtime, SamplingParams
@@ -34,24 +31,13 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A decoder in one of its modes."""
-
-    key: Key
-    mode: str
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.mode}"
-
-
-@dataclass(frozen=True)
 class Question:
     """A prompt, and the number of tokens with which every decoder continues it.
 
     answer: our plain continuation, which ends at an end token or at the largest number of new tokens.
     """
 
-    prompt: Prompt
+    prompt: BenchPrompt
     token_ids: Sequence[int]
     answer: tuple[int, ...]
 
@@ -59,17 +45,6 @@ class Question:
     def count(self) -> int:
         """New tokens of every decoder."""
         return len(self.answer)
-
-
-class Taker(Protocol):
-    """A decoder that takes turns: a `Worker`."""
-
-    @property
-    def opened(self) -> Opened: ...
-
-    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
-        """See `Worker.decode`."""
-        ...
 
 
 @dataclass
@@ -86,7 +61,7 @@ class Results:
 
 
 def make_questions(
-    runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, chat: bool, system: str | None
+    runtime: Runtime, prompts: Sequence[BenchPrompt], max_new_tokens: int, chat: bool, system: str | None
 ) -> tuple[Question, ...]:
     """Return the first turns of prompts with our plain answers, without those of under FEWEST_TOKENS tokens.
 
@@ -96,33 +71,36 @@ def make_questions(
     first_turns = [replace(prompt, later_turns=()) for prompt in prompts]
     settings = Settings(SamplingParams(max_tokens=max_new_tokens), chat=chat, system=system)
     runs = compare(runtime, first_turns, (), settings)
-    questions = [Question(run.prompt, run.token_ids, run.generations[OUR_PLAIN].token_ids) for run in runs]
-    long = tuple(question for question in questions if question.count >= FEWEST_TOKENS)
-    if not long:
+    questions = tuple(
+        Question(run.prompt, run.token_ids, run.generations[OUR_PLAIN].token_ids) for run in runs if run.timed
+    )
+    if not questions:
         raise DataError(f"no answer has {FEWEST_TOKENS} tokens", "give other prompts, or a larger --max-new-tokens")
-    return long
+    return questions
 
 
-def take_turns(takers: Mapping[Key, Taker], questions: Sequence[Question], report: Report) -> Results:
+def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Question], progress: Progress) -> Results:
     """Decode every question by every decoder in each of its modes, after a warm-up on the first question."""
-    results = Results({key: {mode: [] for mode in taker.opened.modes} for key, taker in takers.items()})
-    ways = [Way(key, mode) for key, modes in results.turns.items() for mode in modes]
+    results = Results({key: {mode: [] for mode in worker.opened.modes} for key, worker in workers.items()})
+    modes = {f"{key} {mode}": (key, mode) for key, turns in results.turns.items() for mode in turns}
+
+    def turn_of(name: str, question: Question) -> Turn | None:
+        """Return a decoder's turn, or None if it has failed, now or before."""
+        key, mode = modes[name]
+        if key in results.failed:
+            return None
+        try:
+            return workers[key].decode(mode, question.token_ids, question.count)
+        except PeerError as error:
+            results.fail(key, error)
+            return None
+
     kinds = [question.prompt.kind for question in questions]
-    orders = in_turns(ways, kinds, lambda way: _turn(takers, way, questions[0], results), report)
+    orders = in_turns(list(modes), kinds, lambda name: turn_of(name, questions[0]), progress)
     for question, order in zip(questions, orders, strict=True):
-        for way in order:
+        for name in order:
             time.sleep(SETTLE_SECONDS)
-            if turn := _turn(takers, way, question, results):
-                results.turns[way.key][way.mode].append(turn)
+            if turn := turn_of(name, question):
+                key, mode = modes[name]
+                results.turns[key][mode].append(turn)
     return results
-
-
-def _turn(takers: Mapping[Key, Taker], way: Way, question: Question, results: Results) -> Turn | None:
-    """Return a decoder's turn, or None if it has failed, now or before."""
-    if way.key in results.failed:
-        return None
-    try:
-        return takers[way.key].decode(way.mode, question.token_ids, question.count)
-    except PeerError as error:
-        results.fail(way.key, error)
-        return None

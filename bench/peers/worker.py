@@ -23,7 +23,6 @@ from redraft.errors import RedraftError
 
 LONGEST_SECONDS = 3600.0
 """A worker that takes longer for an answer has failed."""
-
 Opener = Callable[[], Decoder]
 """Opens a decoder in the worker. It must be picklable: a `partial` of a module's function."""
 
@@ -56,7 +55,7 @@ class Worker:
     def __init__(self, opener: Opener) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, opener), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, opener), daemon=True)
         self._process.start()
         theirs.close()
         with self._closed_on_error():
@@ -110,7 +109,7 @@ class Worker:
         return PeerError(f"its process ended with status {self._process.exitcode}")
 
 
-def _serve(pipe: Connection, opener: Opener) -> None:
+def serve(pipe: Connection, opener: Opener) -> None:
     """Open the decoder and answer requests until the pipe closes. An error is sent as text and ends the process."""
     os.setsid()  # Ctrl-C interrupts the parent only, which ends this process and its children as one group
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print; standard output is for figures only

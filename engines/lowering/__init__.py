@@ -1,8 +1,12 @@
-"""Whole graphs lowered for ONNX Runtime's CPU kernels. They share their weights with the portable graph.
+"""The portable graphs lowered to ONNX Runtime's CPU kernels, so that a row's bits depend on its own sequence only.
 
-redraft::TreeAttention        -> see `batch` and `single`
-redraft::AddNoise             -> see `noise`
+redraft::TreeAttention        -> products and a softmax, any batch (`batch`)
+                                 com.microsoft.GroupQueryAttention, one sequence, rotation inside it (`single`)
+redraft::AddNoise             -> the hash in int32, skipped if no sequence of a call has noise
 Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
+
+`order` puts rows in the order of their positions, which gives a tree a chain's numbers. Lowered graphs share their
+weights with the portable graph.
 """
 
 from __future__ import annotations
@@ -206,7 +210,9 @@ def _skip_without_noise(graph: ir.Graph, nodes: Nodes, node: ir.Node) -> None:
 def _hashes(opsets: Mapping[str, int]) -> ir.Function:
     """Return the function TokenHashes: keys [B, S, 2] and ids [H] to hashes, uint32 [B, S, H].
 
-    ONNX Runtime multiplies int32 but not uint32, and shifts uint32 but not int32.
+    The portable function divides int64 numbers, one at a time. Numbers of 32 bits wrap by themselves, and the CPU
+    kernels multiply and shift several of them at once. The hashes are the same. ONNX Runtime multiplies int32 but
+    not uint32, and shifts uint32 but not int32.
     """
     builder = tape.Tape()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from redraft import names
 from redraft.engines.tensorrt.plugin import load_plugin
-from redraft.engines.tensorrt.records import Profile
 from redraft.engines.tensorrt.target import UNKNOWN_REASON, Target, import_tensorrt, product_logger
+from redraft.engines.tensorrt_records import Profile
 from redraft.errors import BackendError
 from redraft.interrupts import interrupts_deferred
 from redraft.names import Dtype, TensorSpec

@@ -4,6 +4,9 @@ Our plugin registers by its entry `getCreators`, which `trtexec --dynamicPlugins
 Polygraphy's --plugins only load a library, so the parser does not find the plugin. If the engine contains the plugin,
 the parser still needs it: --setPluginsToSerialize puts it into the engine and does not register it. Such an engine
 brings code of its own, which --versionCompatible allows. Syntax: trtexec 10.9 to 11.1, Polygraphy 0.53.
+
+trtexec fills integers with numbers from -128 on. With them a graph reads outside of its buffers, or a call is timed
+that never happens. `write_inputs` therefore writes valid ones. Other inputs may have any values.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE, library_name
-from redraft.engines.tensorrt.records import Profile, TensorRtRecord
 from redraft.engines.tensorrt.target import RTX, parse_version
+from redraft.engines.tensorrt_records import Profile, TensorRtRecord
 from redraft.names import TensorSpec
 
 _PAST, _ROWS, _CAPACITY = 4, 8, 64
@@ -39,6 +42,7 @@ _COPIES = (
     "plugin copies each cache in every call. redraft binds them at one address"
 )
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+Integers = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -173,25 +177,16 @@ def _trtexec_profiles(profiles: Sequence[Profile]) -> list[str]:
 
 
 def _trtexec_sizes(profile: Profile, which: str) -> str:
-    return ",".join(
-        f"{name}:{'x'.join(map(str, getattr(sizes, which)))}" for name, sizes in profile.inputs.items()
-    )  # fmt: skip
+    return ",".join(f"{name}:{'x'.join(map(str, getattr(each, which)))}" for name, each in profile.inputs.items())
 
 
 def _polygraphy_profiles(profiles: Sequence[Profile]) -> list[str]:
-    return [
-        word
-        for profile in profiles
-        for which in ("min", "opt", "max")
-        for word in (
-            f"--trt-{which}-shapes",
-            *(f"{name}:[{','.join(map(str, getattr(sizes, which)))}]" for name, sizes in profile.inputs.items()),
-        )
-    ]
-
-
-_WHOLE = ("bool", "int64", "int32")
-Integers = NDArray[Any]
+    words = []
+    for profile in profiles:
+        for which in ("min", "opt", "max"):
+            words.append(f"--trt-{which}-shapes")
+            words += [f"{name}:{[*getattr(each, which)]}".replace(" ", "") for name, each in profile.inputs.items()]
+    return words
 
 
 def input_file(graph: str, profile: str, name: str) -> str:
@@ -201,7 +196,7 @@ def input_file(graph: str, profile: str, name: str) -> str:
 
 def made_inputs(record: GraphRecord) -> tuple[TensorSpec, ...]:
     """Return the inputs of a graph that are written: those that are not floats."""
-    return tuple(spec for spec in record.inputs if spec.dtype in _WHOLE)
+    return tuple(spec for spec in record.inputs if spec.dtype in ("bool", "int64", "int32"))
 
 
 def write_inputs(folder: Path, manifest: Manifest) -> Iterator[Path]:

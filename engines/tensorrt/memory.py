@@ -1,4 +1,4 @@
-"""Estimate the memory of building and running engines, part by part, and refuse a build that does not fit.
+"""Estimate the memory and the disk space of building and running engines, and refuse a build that does not fit.
 
 Engines are built one after the other. The host holds an engine's weights twice: TensorRT's parser copies them out of
 their files, and the builder returns the whole engine in memory. On the GPU the builder holds an engine's weights once,
@@ -21,7 +21,7 @@ from onnx import helper
 from redraft.engines.device import byte_size
 from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
-from redraft.engines.tensorrt.records import Profile
+from redraft.engines.tensorrt_records import Profile
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 

@@ -74,9 +74,8 @@ def load_plugin(library: Path, tensorrt: Any) -> None:
 
 def load_network() -> Any:
     """Return builder, network and parser; Polygraphy calls this name."""
+    import tensorrt
     from polygraphy.backend.trt import network_from_onnx_path
 
-    from redraft.engines.tensorrt.target import import_tensorrt
-
-    load_plugin(Path(os.environ[VARIABLE]), import_tensorrt())
+    load_plugin(Path(os.environ[VARIABLE]), tensorrt)
     return network_from_onnx_path(os.environ[GRAPH_VARIABLE], strongly_typed=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redraft import names
-from redraft.engines.tensorrt.records import Profile, Range
+from redraft.engines.tensorrt_records import Profile, Range
 from redraft.errors import UsageError
 from redraft.methods.base import PREFILL, TOKEN, TREE, GraphSpec, Sizes
 from redraft.names import TensorSpec

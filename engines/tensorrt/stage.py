@@ -30,8 +30,8 @@ from redraft.engines.tensorrt.profiles import (
     profiles_of,
     verifier_symbols,
 )
-from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.target import Tools
+from redraft.engines.tensorrt_records import Attention, EngineRecord, TensorRtRecord
 from redraft.files import same_disk
 
 GRAPHS = (

@@ -1,4 +1,7 @@
-"""The TensorRT version and the GPU that engines are built for. An engine runs with no other."""
+"""TensorRT's two products, the version and GPU that engines are for, and the tools that build them on this machine.
+
+An engine runs with no other version or GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 from redraft.config import NATIVE_RELEASES, BuildConfig, Precision
 from redraft.engines.gpu import Gpu, find_gpu
 from redraft.engines.tensorrt.plugin import LOG_PREFIX, Plugin, find_plugin
-from redraft.engines.tensorrt.records import TensorRtRecord
+from redraft.engines.tensorrt_records import TensorRtRecord
 from redraft.errors import BackendError, UsageError
 
 

@@ -21,17 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.plugins.checks import LARGEST_ERROR, checks
+from tests.plugins.checks import checks
 from tests.plugins.devices import Captured, DeviceMemory, capture, missing_device
 
 from experiments.kernels.floors import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
 from experiments.kernels.problems import AttentionProblem, Call, CompactionProblem, Way
-from redraft.bench.command import Report, reason_of, run
+from redraft.bench.command import Sections, reason_of, run
 from redraft.bench.environment import environment, nvidia_smi
-from redraft.bench.statistics import median_estimate
+from redraft.bench.statistics import CONFIDENCE, FEWEST_VALUES, RESAMPLES
 from redraft.errors import KernelError
 from redraft.plugins.library import Kernels, missing_kernels, open_kernels
 
+LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 3e-2}
+"""Of a timed problem, relative to the largest value."""
 HEADS = ((32, 32), (32, 8))
 BATCHES = (1, 4, 16)
 LENGTHS = (1024, 4096, 16384, 32768)
@@ -57,10 +59,10 @@ def main() -> dict[str, Any]:
     parser.add_argument("--check", action="store_true", help="small calls against the reference, nothing timed")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
-    return Report(options.out).fill(lambda report: measure(options, report))
+    return Sections(options.out).fill(lambda report: measure(options, report))
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+def measure(options: argparse.Namespace, report: Sections) -> None:
     """Measure all sections of the report. Raises KernelError for a library that fails or gives a wrong answer."""
     if reason := missing_device() or missing_kernels():
         report.put("skipped", reason)
@@ -200,8 +202,14 @@ def copy_bytes_per_second() -> float:
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float | None]:
-    estimate = median_estimate([a / b for a, b in zip(theirs, ours, strict=True)])
-    return {"median": estimate.median, "low": estimate.low, "high": estimate.high}
+    """Return the median ratio with its percentile-bootstrap interval, which too few values do not have."""
+    ratios = np.array(theirs) / np.array(ours)
+    low, high = None, None
+    if len(ratios) >= FEWEST_VALUES:
+        drawn = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+        tail = (1 - CONFIDENCE) / 2
+        low, high = np.quantile(np.median(ratios[drawn], axis=1), (tail, 1 - tail)).tolist()
+    return {"median": float(np.median(ratios)), "low": low, "high": high}
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python -m experiments.tiny train --out RUN --data code=stdlib \\
         --data word_problems=gsm8k_train.jsonl --data prose=books.txt
-    python -m experiments.tiny publish RUN --data code=stdlib --data ... --out assets/tiny
+    python -m experiments.tiny publish RUN --out assets/tiny
     python -m experiments.tiny evaluate assets/tiny
 
 Each prints one JSON object; the progress of training goes to the error stream. `evaluate` reprints the figures of the
-model card from the published folder alone; `publish` also writes them to evaluation.json.
+model card from the published folder alone; `publish` also writes them to evaluation.json. It leaves `prompts/` and
+`heldout/` as they are: a hash of a document's name decides if it is held out, so a new run learns none of theirs.
 """
 
 from __future__ import annotations
@@ -17,14 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from tests.train.small_verifier import VerifierRecipe, load_run, publish, train_verifier
-from tokenizers import Tokenizer
+from tests.train.small_verifier import VerifierRecipe, publish, train_verifier
 
 from experiments.tiny.evaluate import evaluate
-from experiments.tiny.heldout import write_held_out
 from redraft.bench.command import run
-from redraft.names import TOKENIZER_FILE
-from redraft.train.data import load_corpora, parse_sources
+from redraft.train.data import parse_sources
 from redraft.train.progress import ProgressReport
 
 CONFIG = Path(__file__).parent / "tiny.toml"
@@ -37,11 +35,9 @@ def main() -> dict[str, Any]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     training = commands.add_parser("train", help="train a small Llama with its multi-token-prediction module")
     add_training_options(training, CONFIG)
-    publishing = commands.add_parser("publish", help="write a run's checkpoint, prompts, held-out text and figures")
+    publishing = commands.add_parser("publish", help="write a run's checkpoint and its figures")
     publishing.add_argument("folder", metavar="RUN", type=Path, help="run folder of `train`")
-    publishing.add_argument("--out", type=Path, required=True, help="folder to write")
-    for command in (training, publishing):
-        command.add_argument("--data", action="append", required=True, help="KIND=SOURCE, once for each kind")
+    publishing.add_argument("--out", type=Path, required=True, help="folder with `prompts` and `heldout`")
     measuring = commands.add_parser("evaluate", help="print the figures of the model card")
     measuring.add_argument("folder", type=Path, help="a published verifier")
     options = parser.parse_args()
@@ -55,9 +51,6 @@ def main() -> dict[str, Any]:
             )
         return {"out": str(options.out), "steps_run": steps}
     publish(options.folder, options.out)
-    tokenizer = Tokenizer.from_file(str(options.folder / TOKENIZER_FILE))
-    for corpus in load_corpora(parse_sources(options.data), load_run(options.folder)[1]).values():
-        write_held_out(corpus, tokenizer, options.out)
     figures = evaluate(options.out)
     (options.out / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return figures
@@ -65,6 +58,7 @@ def main() -> dict[str, Any]:
 
 def add_training_options(parser: argparse.ArgumentParser, config: Path) -> None:
     """Add the options of a run of training, which begins with a recipe."""
+    parser.add_argument("--data", action="append", required=True, help="KIND=SOURCE, once for each kind")
     parser.add_argument("--out", type=Path, required=True, help="run folder: token streams, checkpoint")
     parser.add_argument("--config", type=Path, default=config, help="a .toml recipe; the embedded model's by default")
     parser.add_argument("--steps", type=int, help="steps of the whole run, instead of the recipe's")

@@ -5,6 +5,8 @@ This module computes every figure of the model card from the published folder al
 
 from __future__ import annotations
 
+import ast
+import codeop
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +16,18 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.tiny.heldout import syntax_checks
 from redraft.bench.prompts import load_prompts
 from redraft.train.data import SEPARATOR
 from redraft.train.mtp import load_mtp
 
 NEW_TOKENS = 128
 _ROWS = 16
+# CPython's own rule for interactive input: an open bracket, string or block is unfinished, not wrong.
+_UNFINISHED: int = (
+    codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]
+    | codeop.PyCF_DONT_IMPLY_DEDENT  # type: ignore[attr-defined]
+    | ast.PyCF_ONLY_AST
+)
 
 
 def evaluate(folder: Path) -> dict[str, Any]:
@@ -105,3 +112,38 @@ def mtp_matches(model: Any, mtp: Any, prompt: list[int], new: list[int]) -> tupl
     predicted = model.lm_head(states).argmax(dim=-1)[0, len(prompt) - 1 :]
     actual = ids[0, len(prompt) + 1 :]
     return int((predicted == actual).sum()), len(actual)
+
+
+def has_no_error(text: str) -> bool:
+    """Return True if `text`, which may be unfinished Python, has no syntax error."""
+    try:
+        compile(text, "<text>", "exec", _UNFINISHED)
+    except SyntaxError as error:
+        return "incomplete input" in str(error)
+    except ValueError:  # a null byte
+        return False
+    return True
+
+
+def syntax_checks(prompt: str, completion: str) -> tuple[bool, bool]:
+    """Apply two definitions of "the completion parses" to prompt and completion, cut at the last line's end.
+
+    First: CPython finds no syntax error, though the text may be unfinished. Second, stricter: `ast.parse` also accepts
+    the prompt with at least half of the completion's lines, so the completion began a statement and ended it.
+    """
+
+    def parses(text: str) -> bool:
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            return False
+        return True
+
+    lines = (prompt + completion).splitlines(keepends=True)
+    if not lines[-1].endswith("\n"):
+        lines.pop()
+    if not has_no_error("".join(lines)):
+        return False, False
+    before = prompt.count("\n")
+    least = before + max(1, (len(lines) - before + 1) // 2)
+    return True, any(parses("".join(lines[:count])) for count in range(len(lines), least - 1, -1))

@@ -18,8 +18,6 @@ from transformers.initialization import no_init_weights
 from redraft.errors import UnsupportedModelError
 
 DECODERS_ONLY = "redraft exports decoder-only models whose attention goes through transformers' attention interface"
-
-
 _WHOLE = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
@@ -50,15 +48,20 @@ class Architecture:
                 return cls(text, text_class, config, _class(mapping, config))
         raise UnsupportedModelError(f"transformers has no text model for {config.model_type}", DECODERS_ONLY)
 
+    def empty_model(self) -> PreTrainedModel:
+        """Return the text model without values, on the meta device."""
+        with torch.device("meta"), no_init_weights():
+            model: PreTrainedModel = self.text_class._from_config(self.text)
+        return model
+
     def names_in_whole(self, whole: PreTrainedModel) -> dict[str, str]:
-        """Map names of the decoder's parameters and buffers: from those of `text_class` to those in `whole`.
+        """Map names of the decoder's parameters and persistent buffers: from those of `text_class` to those in `whole`.
 
         Raises UnsupportedModelError if the whole model contains another decoder.
         """
         if self.whole_class is self.text_class:
-            return {name: name for name in _names(whole)}
-        with torch.device("meta"), no_init_weights():
-            text = self.text_class._from_config(self.text)
+            return {name: name for name in whole.state_dict()}
+        text = self.empty_model()
         inside, head = whole.get_decoder(), whole.get_output_embeddings()
         alone, own_head = text.base_model, text.get_output_embeddings()
         if type(inside) is not type(alone) or head is None:
@@ -71,17 +74,12 @@ class Architecture:
         return {
             f"{to}.{name}".lstrip("."): f"{at}.{name}".lstrip(".")
             for to, at, module in pairs
-            for name in _names(module)
+            for name in module.state_dict()
         }
-
-
-def _names(module: torch.nn.Module) -> list[str]:
-    """Return the names of all parameters, tied ones each, and of the persistent buffers."""
-    return list(module.state_dict())
 
 
 def _class(mapping: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class for a configuration in a mapping of transformers; the first of several."""
-    found = mapping[type(config)]
-    model_class: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    classes = mapping[type(config)]
+    model_class: type[PreTrainedModel] = classes[0] if isinstance(classes, tuple) else classes
     return model_class

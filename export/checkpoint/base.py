@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from redraft.errors import CheckpointError
 
@@ -17,20 +18,14 @@ if TYPE_CHECKING:
     from redraft.export.gguf.checkpoint import GgufCheckpoint
 
 AnyCheckpoint: TypeAlias = "Checkpoint | GgufCheckpoint"
-ITEM_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "I16": 2,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "BOOL": 1,
-}
+STORAGE = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "I64": "<i8", "I32": "<i4", "I16": "<i2",
+    "I8": "i1", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+"""NumPy's types of stored numbers. bfloat16 and float8 are their bits."""
+ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in STORAGE.items()}
 SLAB_BYTES = 16 << 20
+LONGEST_REASON = 200
 DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 _FLOAT = "__float__"
@@ -70,6 +65,27 @@ def _decode_float(value: dict[str, Any]) -> Any:
     """Return the float that an object represents, else the object itself."""
     tag = value.get(_FLOAT)
     return _FLOATS.get(tag, value) if len(value) == 1 and isinstance(tag, str) else value
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error of a library, else its type: at most LONGEST_REASON characters."""
+    text = str(error).strip()
+    return text.splitlines()[-1].strip()[:LONGEST_REASON] if text else type(error).__name__
+
+
+def joined(slabs: Iterable[NDArray[np.float32]], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return a tensor of some slabs of its rows. Memory holds it once."""
+    whole, begin = np.empty(shape, np.float32), 0
+    rows = np.atleast_1d(whole)
+    for slab in map(np.atleast_1d, slabs):
+        rows[begin : begin + len(slab)] = slab
+        begin += len(slab)
+    return whole
+
+
+def not_finite(tensor: str) -> CheckpointError:
+    """Return the error for NaN or infinity among the weights."""
+    return CheckpointError(f"tensor {tensor} has a number that is not finite", DOWNLOAD_AGAIN)
 
 
 def row_slices(shape: tuple[int, ...], item_bytes: int) -> Iterator[slice]:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.checkpoint.architecture import Architecture
-from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint, not_finite
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.checkpoint.stored_tensor import StoredTensor, entries, evaluate
 
@@ -85,16 +85,16 @@ def check_finite(checkpoint: AnyCheckpoint) -> None:
 
 def fill_buffers(network: nn.Module, buffers: Mapping[str, StoredTensor], checkpoint: AnyCheckpoint) -> None:
     """Copy the checkpoint's values into the persistent buffers of a network. Raises CheckpointError for NaN."""
-    found = dict(network.named_buffers())
+    own = dict(network.named_buffers())
     for name, tensor in buffers.items():
         entry = tensor.entry
         if isinstance(checkpoint, Checkpoint) and entry is not None and entry.dtype not in checkpoint.readable:
-            found[name].copy_(torch.from_numpy(np.array(checkpoint.memmap(entry.name))))  # integers stay
+            own[name].copy_(torch.from_numpy(np.array(checkpoint.memmap(entry.name))))  # integers stay
             continue
         value = evaluate(tensor, checkpoint)
         if not np.isfinite(value).all():
-            raise CheckpointError(f"tensor {name} has a number that is not finite", DOWNLOAD_AGAIN)
-        found[name].copy_(torch.from_numpy(value))
+            raise not_finite(name)
+        own[name].copy_(torch.from_numpy(value))
 
 
 def _load(checkpoint: AnyCheckpoint, model: PreTrainedModel, partly: bool) -> None:
@@ -105,19 +105,19 @@ def _load(checkpoint: AnyCheckpoint, model: PreTrainedModel, partly: bool) -> No
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        found, _ = convert_and_load_state_dict_in_model(model, stored, options, disk_offload_index=None)
+        report, _ = convert_and_load_state_dict_in_model(model, stored, options, disk_offload_index=None)
     finally:
         if bars:
             logging.enable_progress_bar()
-    for name, reason in found.conversion_errors.items():
+    for name, reason in report.conversion_errors.items():
         raise CheckpointError(f"transformers cannot convert {name} ({reason.strip().splitlines()[-1]})", DOWNLOAD_AGAIN)
-    for name, shape, expected in sorted(found.mismatched_keys):
+    for name, shape, expected in sorted(report.mismatched_keys):
         raise CheckpointError(f"tensor {name} is {list(shape)}, config.json requires {list(expected)}", DOWNLOAD_AGAIN)
-    model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
-    model._adjust_missing_and_unexpected_keys(found)
-    if found.missing_keys:
-        raise _missing(checkpoint, found.missing_keys)
-    surplus = [name for name in found.unexpected_keys if not _is_causal_mask(checkpoint, name)]
+    model.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(report)
+    if report.missing_keys:
+        raise _missing(checkpoint, report.missing_keys)
+    surplus = [name for name in report.unexpected_keys if not _is_causal_mask(checkpoint, name)]
     if surplus and not partly:
         raise CheckpointError(
             f"{checkpoint.path} has {_listed(surplus)} that {type(model).__name__} does not use",

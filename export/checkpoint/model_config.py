@@ -13,7 +13,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.checkpoint.architecture import DECODERS_ONLY, Architecture
-from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.base import AnyCheckpoint, last_line
 from redraft.names import Dtype
 from redraft.signatures import VerifierShape
 
@@ -42,9 +42,8 @@ def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(values))
     except Exception as error:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"config.json of {kind} is invalid ({reason})", "restore the original config.json"
+            f"config.json of {kind} is invalid ({last_line(error)})", "restore the original config.json"
         ) from error
     _check_config(config, kind)
     _check_config(Architecture.of(config).text, kind)
@@ -198,20 +197,17 @@ def decoder_shape(config: PretrainedConfig) -> DecoderShape:
 def _size(config: PretrainedConfig, name: str, default: int | None = None) -> int:
     """Return a size by optimum's name for it. Optimum falls back on the `attribute_map` of transformers."""
     kind = config.model_type
+    normalized: Any
     try:
-        found: Any = getattr(_normalized(config), name, default)
+        normalized = NormalizedConfigManager.get_normalized_config_class(kind)
+    except KeyError:  # an architecture unknown to optimum, which then looks up unchanged names
+        normalized = NormalizedTextConfig
+    try:
+        size: Any = getattr(normalized(config), name, default)
     except AmbiguousGlobalPerLayerAttributeError:
         raise UnsupportedModelError(f"{kind}: {name} differs from layer to layer") from None
-    if found is None and name == "num_attention_heads":
+    if size is None and name == "num_attention_heads":
         raise UnsupportedModelError(f"{kind} has no attention heads, so it keeps no keys and values", DECODERS_ONLY)
-    if not isinstance(found, int):
-        raise UnsupportedModelError(f"{kind}: config.json should give {name} as one integer, found {found!r}")
-    return found
-
-
-def _normalized(config: PretrainedConfig) -> Any:
-    """Return optimum's view of `config`. It looks up unchanged names for an architecture unknown to optimum."""
-    try:
-        return NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
-    except KeyError:
-        return NormalizedTextConfig(config)
+    if not isinstance(size, int):
+        raise UnsupportedModelError(f"{kind}: config.json should give {name} as one integer, found {size!r}")
+    return size

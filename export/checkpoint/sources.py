@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.errors import CheckpointError
-from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint, TensorEntry, row_slices
+from redraft.export.checkpoint.base import ITEM_BYTES, AnyCheckpoint, TensorEntry, not_finite, row_slices
+from redraft.export.checkpoint.stored_grid import Coded, StoredGrid
 from redraft.export.checkpoint.stored_tensor import StoredTensor, entries, evaluate, narrow
 from redraft.export.checkpoint.weight_files import FOLDER, NewTensor, Slabs, write
-from redraft.export.quantization.rounding import Coded, StoredGrid
 from redraft.files import link_or_copy
 from redraft.names import WeightRef
 
@@ -27,11 +27,32 @@ POOL = ("random.normal", "random.ones", "random.zeros")
 POOL_SHIFT, POOL_SHIFTS = 256, 1024
 """Random matrices begin at one of POOL_SHIFTS multiples of POOL_SHIFT numbers."""
 _POOL_BLOCK = 1 << 20
+_Slab = TypeVar("_Slab", bound=tuple[Any, ...])
 AnySource: TypeAlias = "Source | RandomSource | RowsSource | DrafterSource"
 
 
+class _Parameters(ABC):
+    """The values of a module's parameters, by name. Subclasses have `parameters`, their shapes."""
+
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Return the parameter's place in a file, or None if it is computed."""
+        return None
+
+    def link(self, parameter: str, folder: Path) -> str:
+        """Put the file that has the stored parameter below `folder`, once. Returns its path there."""
+        raise TypeError(f"{parameter} is in no file")
+
+    def grid(self, parameter: str) -> StoredGrid | None:
+        """Return the grid that the parameter is stored on, or None. Reading it raises CheckpointError for NaN."""
+        return None
+
+    @abstractmethod
+    def slabs(self, parameter: str) -> Slabs:
+        """Yield the parameter in fp32, a few rows at a time, a computed one whole. Raises CheckpointError for NaN."""
+
+
 @dataclass(frozen=True)
-class Source:
+class Source(_Parameters):
     """The checkpoint's tensors by the names of the module's parameters.
 
     tensors: the stored tensors of every parameter.
@@ -50,7 +71,6 @@ class Source:
         return cls(checkpoint, parameters, tensors, prefix)
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Return the parameter's place in the checkpoint, or None if it is computed from stored tensors."""
         return self.tensors[parameter].entry
 
     def names(self, parameter: str) -> tuple[str, ...]:
@@ -58,51 +78,49 @@ class Source:
         return tuple(entry.name for entry in entries(self.tensors[parameter]))
 
     def link(self, parameter: str, folder: Path) -> str:
-        """Put the file that has the parameter below `folder`, once. Returns its path there."""
         entry = self.tensors[parameter].entry
         assert entry is not None
         file = f"{FOLDER}/{self.prefix}{entry.file}"
         if not (folder / file).exists():
-            _link(self.checkpoint.path / entry.file, folder / file)
+            # onnx's own loader refuses hard links, so that only large files are linked.
+            source = self.checkpoint.path / entry.file
+            if source.stat().st_size >= LINK_FROM_BYTES:
+                link_or_copy(source, folder / file)
+            else:
+                shutil.copyfile(source, folder / file)
         return file
 
     def slabs(self, parameter: str) -> Slabs:
-        """Yield the parameter in fp32, a few rows at a time, a computed one whole. Raises CheckpointError for NaN."""
         tensor = self.tensors[parameter]
         stored = tensor.entry
         parts = iter([evaluate(tensor, self.checkpoint)]) if stored is None else self.checkpoint.slabs(stored)
         for part in parts:
-            if not np.isfinite(part).all():
-                raise not_finite(parameter, self.names(parameter))
+            self._check_finite(parameter, part)
             yield part
 
     def rows(self, parameter: str, begin: int, end: int) -> NDArray[np.float32]:
         """Return some rows of a stored parameter in fp32."""
-        stored = narrow(self.tensors[parameter], begin, end).entry
-        assert stored is not None, "it is computed from stored tensors"
-        return np.concatenate(list(self.checkpoint.slabs(stored)))
+        return evaluate(narrow(self.tensors[parameter], begin, end), self.checkpoint)
 
     def grid(self, parameter: str) -> StoredGrid | None:
-        """Return the grid that the parameter is stored on. Reading it raises CheckpointError for NaN."""
         entry = self.tensors[parameter].entry
         grid = None if entry is None else self.checkpoint.grid(entry)
         return grid and replace(grid, slabs=partial(self._finite, parameter, grid))
 
     def _finite(self, parameter: str, grid: StoredGrid) -> Iterator[Coded]:
-        for codes, found in grid.slabs():
-            if not all(np.isfinite(x).all() for x in (found.scales, found.offsets) if x is not None):
-                raise not_finite(parameter, self.names(parameter))
-            yield codes, found
+        for codes, rows in grid.slabs():
+            self._check_finite(parameter, rows.scales)
+            if rows.offsets is not None:
+                self._check_finite(parameter, rows.offsets)
+            yield codes, rows
 
-
-def not_finite(parameter: str, names: tuple[str, ...]) -> CheckpointError:
-    """Return the error for NaN or infinity among the weights."""
-    stored = names[0] if names else parameter
-    return CheckpointError(f"tensor {stored} has a number that is not finite", DOWNLOAD_AGAIN)
+    def _check_finite(self, parameter: str, values: NDArray[np.float32]) -> None:
+        if not np.isfinite(values).all():
+            raise not_finite(next(iter(self.names(parameter)), parameter))
 
 
 @dataclass(frozen=True)
-class RandomSource:
+class RandomSource(_Parameters):
     """Random weights, for latency work only. Every tensor is a part of one pool, so that few bytes are written.
 
     Parts begin at different places, so that no two matrices of a model are equal.
@@ -120,26 +138,21 @@ class RandomSource:
         matrices = [math.prod(shape) for shape in parameters.values() if len(shape) > 1]
         vectors = [math.prod(shape) for shape in parameters.values() if len(shape) <= 1]
         sizes = (max(matrices, default=0) + POOL_SHIFTS * POOL_SHIFT, *[max(vectors, default=1)] * 2)
-        made = [
+        tensors = [
             NewTensor(name, dtype, (size,), partial(_random_slabs, name, 0, (size,)))
             for name, size in zip(POOL, sizes, strict=True)
         ]
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        return cls(parameters, tuple(write(made, folder, f"{FOLDER}/{file}.safetensors")))
+        return cls(parameters, tuple(write(tensors, folder, f"{FOLDER}/{file}.safetensors")))
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Return the parameter's part of the pool, which has no tensor name."""
         kind, begin = self._piece(parameter)
         ref, shape = self.pool[POOL.index(kind)], self.parameters[parameter]
         item_bytes = ITEM_BYTES[ref.dtype]
         length = math.prod(shape) * item_bytes
         return TensorEntry("", Path(ref.file).name, ref.dtype, shape, ref.offset + begin * item_bytes, length)
 
-    def grid(self, parameter: str) -> StoredGrid | None:
-        """Return None: random numbers have no grid."""
-
     def link(self, parameter: str, folder: Path) -> str:
-        """Return the pool's file, which exists already."""
         return self.pool[0].file
 
     def slabs(self, parameter: str) -> Slabs:
@@ -177,7 +190,7 @@ def _normal(begin: int, end: int) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True)
-class RowsSource:
+class RowsSource(_Parameters):
     """Some rows of a parameter of another source, as the only parameter `name`. They are gathered slab by slab.
 
     rows: sorted, int64 [R].
@@ -193,43 +206,30 @@ class RowsSource:
         """The shape of the rows, by name."""
         return {self.name: (len(self.rows), *self.source.parameters[self.parameter][1:])}
 
-    def stored(self, parameter: str) -> TensorEntry | None:
-        """Return None: no checkpoint has these rows as one tensor."""
-
-    def link(self, parameter: str, folder: Path) -> str:
-        """Raise TypeError: there is no file to put below `folder`."""
-        raise TypeError(f"{parameter} is in no file")
-
     def grid(self, parameter: str) -> StoredGrid | None:
-        """Return the grid of the source's parameter, for these rows."""
         grid = self.source.grid(self.parameter)
-        return grid and replace(grid, slabs=partial(self._coded, grid))
-
-    def _coded(self, grid: StoredGrid) -> Iterator[Coded]:
-        begin = 0
-        for codes, found in grid.slabs():
-            here = self._here(begin, len(codes))
-            begin += len(codes)
-            if len(here):
-                yield codes[here], found[here]
+        if grid is None:
+            return None
+        parts = grid.slabs
+        return replace(grid, slabs=lambda: ((codes[here], rows[here]) for (codes, rows), here in self._wanted(parts())))
 
     def slabs(self, parameter: str) -> Slabs:
-        """Yield the rows in fp32, a few at a time."""
-        begin = 0
-        for slab in self.source.slabs(self.parameter):
-            here = self._here(begin, len(slab))
-            begin += len(slab)
-            if len(here):
-                yield slab[here]
+        parts = ((slab,) for slab in self.source.slabs(self.parameter))
+        return (slab[here] for (slab,), here in self._wanted(parts))
 
-    def _here(self, begin: int, count: int) -> NDArray[np.int64]:
-        """Return those of the rows `begin` to `begin + count` that are wanted, counted from `begin`."""
-        first, last = np.searchsorted(self.rows, (begin, begin + count))
-        return self.rows[first:last] - begin
+    def _wanted(self, slabs: Iterable[_Slab]) -> Iterator[tuple[_Slab, NDArray[np.int64]]]:
+        """Yield slabs of all rows that have wanted ones, and the places of these in the slab."""
+        begin = 0
+        for slab in slabs:
+            end = begin + len(slab[0])
+            first, last = np.searchsorted(self.rows, (begin, end))
+            if first < last:
+                yield slab, self.rows[first:last] - begin
+            begin = end
 
 
 @dataclass(frozen=True)
-class DrafterSource:
+class DrafterSource(_Parameters):
     """A drafter's own parameters, and those of its verifier that its graph uses."""
 
     own: AnySource
@@ -244,25 +244,13 @@ class DrafterSource:
         return self.own if parameter in self.own.parameters else self.verifier
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Return the parameter's place in the checkpoint that has it."""
         return self._of(parameter).stored(parameter)
 
     def link(self, parameter: str, folder: Path) -> str:
-        """Put the file that has the parameter below `folder`, once. Returns its path there."""
         return self._of(parameter).link(parameter, folder)
 
     def grid(self, parameter: str) -> StoredGrid | None:
-        """Return the grid that the parameter is stored on, if there is one."""
         return self._of(parameter).grid(parameter)
 
     def slabs(self, parameter: str) -> Slabs:
-        """Yield the parameter in fp32, a few rows at a time."""
         return self._of(parameter).slabs(parameter)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Copy a small file, since onnx's own loader refuses hard links; make a hard link of a large one."""
-    if source.stat().st_size >= LINK_FROM_BYTES:
-        link_or_copy(source, target)
-    else:
-        shutil.copyfile(source, target)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import UnsupportedModelError
-from redraft.export.checkpoint.base import AnyCheckpoint, TensorEntry
+from redraft.export.checkpoint.base import AnyCheckpoint, TensorEntry, joined
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -65,17 +65,17 @@ class StoredTensor(torch.Tensor):
 
 
 def _tagged(tensor: torch.Tensor, entry: TensorEntry | None, made: Any) -> StoredTensor:
-    found = tensor.as_subclass(StoredTensor)
-    found.entry, found.made = entry, made
-    return found
+    tagged = tensor.as_subclass(StoredTensor)
+    tagged.entry, tagged.made = entry, made
+    return tagged
 
 
 def select(tensor: torch.Tensor, index: int) -> StoredTensor:
     """Return `tensor[index]`: a stored tensor if `tensor` was stacked from those, or if it is a contiguous part."""
-    found = _stored(tensor)
-    if found.entry is not None:
-        return StoredTensor.of(_part(found.entry, index, index + 1, found.entry.shape[1:]))
-    operation, inputs, axis = _joined(found)
+    stored = _stored(tensor)
+    if stored.entry is not None:
+        return StoredTensor.of(_part(stored.entry, index, index + 1, stored.entry.shape[1:]))
+    operation, inputs, axis = _joined(stored)
     if operation == "stack" and axis == 0:
         return inputs[index]
     if operation == "cat" and axis > 0:
@@ -85,10 +85,10 @@ def select(tensor: torch.Tensor, index: int) -> StoredTensor:
 
 def narrow(tensor: torch.Tensor, begin: int, end: int) -> StoredTensor:
     """Return `tensor[begin:end]`: a stored tensor if `tensor` was concatenated from stored ones."""
-    found = _stored(tensor)
-    if found.entry is not None:
-        return StoredTensor.of(_part(found.entry, begin, end, (end - begin, *found.entry.shape[1:])))
-    operation, inputs, axis = _joined(found)
+    stored = _stored(tensor)
+    if stored.entry is not None:
+        return StoredTensor.of(_part(stored.entry, begin, end, (end - begin, *stored.entry.shape[1:])))
+    operation, inputs, axis = _joined(stored)
     if operation == "cat" and axis == 0:
         start = 0
         for part in inputs:
@@ -122,8 +122,8 @@ def entries(tensor: StoredTensor) -> tuple[TensorEntry, ...]:
     if tensor.entry is not None:
         return (tensor.entry,)
     assert tensor.made is not None
-    found = [entry for value in _flat((*tensor.made[1], *tensor.made[2].values())) for entry in entries(value)]
-    return tuple(dict.fromkeys(found))
+    stored = [entry for value in _flat((*tensor.made[1], *tensor.made[2].values())) for entry in entries(value)]
+    return tuple(dict.fromkeys(stored))
 
 
 def _flat(values: Sequence[Any]) -> list[StoredTensor]:
@@ -143,9 +143,7 @@ def _value(tensor: Any, checkpoint: AnyCheckpoint) -> Any:
     if not isinstance(tensor, StoredTensor):
         return tensor
     if tensor.entry is not None:
-        return torch.from_numpy(
-            np.concatenate(list(checkpoint.slabs(tensor.entry)))
-        )  # torch refuses a mapped file's slab
+        return torch.from_numpy(joined(checkpoint.slabs(tensor.entry), tensor.entry.shape))
     assert tensor.made is not None
     func, args, kwargs, item = tensor.made
     result = func(*_value(tuple(args), checkpoint), **{key: _value(v, checkpoint) for key, v in kwargs.items()})

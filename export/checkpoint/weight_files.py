@@ -69,10 +69,10 @@ class NewTensor:
 
 
 def write(
-    made: list[NewTensor], folder: Path, file: str, progress: Progress = lambda stage, done, total: None
+    tensors: list[NewTensor], folder: Path, file: str, progress: Progress = lambda stage, done, total: None
 ) -> list[WeightRef]:
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
-    written = [tensor for tensor in made if tensor.same_as is None]
+    written = [tensor for tensor in tensors if tensor.same_as is None]
     offset, header = 0, {}
     for tensor in written:
         dtype, shape = tensor.stored
@@ -92,7 +92,7 @@ def write(
             assert stream.tell() - begin == tensor.length, tensor.name
             refs[tensor.name] = WeightRef(tensor.name, file, begin, tensor.length, tensor.dtype, tensor.shape)
     progress("weights", total, total)
-    for tensor in made:
+    for tensor in tensors:
         if tensor.same_as is not None:
             refs[tensor.name] = replace(refs[tensor.same_as], initializer=tensor.name, shape=tensor.shape)
     return list(refs.values())

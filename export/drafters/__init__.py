@@ -1,14 +1,16 @@
-"""Drafters as torch modules and graphs, one file for each method. They share `layer`."""
+"""Drafters as torch modules and graphs, a few modules for each family of methods. They share `layer`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from redraft.config import Precision
-from redraft.names import WeightRef, drafter_graph
+from redraft.methods import ROWS, find_method
+from redraft.names import Precision, WeightRef, drafter_graph
+
+if TYPE_CHECKING:
+    from redraft.export.drafters.exporter import Exporter
 
 
 @dataclass(frozen=True)
@@ -24,57 +26,10 @@ class ExportedDrafter:
     tables: tuple[WeightRef, ...]
 
 
-class NativeDrafter(Protocol):
-    """A drafter inside of a verifier's checkpoint."""
-
-    @property
-    def description(self) -> str:
-        """One line about it."""
-
-    @property
-    def hidden_states(self) -> tuple[str, ...]:
-        """The verifier's hidden states that it reads."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The checkpoint's files that hold it, sorted."""
-
-
-@dataclass(frozen=True)
-class NativeExporter:
-    """The functions for drafters inside of verifiers' checkpoints.
-
-    find:   the verifier's checkpoint -> NativeDrafter.
-    export: (id, the verifier's checkpoint, VerifierExport, folder, options, progress).
-    Both raise CheckpointError if the checkpoint has none, or an incomplete one.
-    """
-
-    find: Callable[[Any], NativeDrafter]
-    export: Callable[..., ExportedDrafter]
-
-
-@dataclass(frozen=True)
-class Exporter:
-    """The functions by which a method writes graphs and tables of a drafter.
-
-    configure: (DrafterCheckpoint, options) -> DrafterConfig. It needs no verifier, so a build calls it first.
-    trained: (id, DrafterCheckpoint, VerifierExport, Identity, folder, options, progress).
-    random:  (id, the verifier's transformers configuration, VerifierExport, folder, options, progress).
-    checkpoint: (id, the checkpoint of a decoder, VerifierExport, folder, options, progress), if the method takes one.
-    native:  for drafters inside of verifiers' checkpoints, if the method has such.
-    All raise CheckpointError for a drafter that does not fit, and UsageError for options that do not.
-    """
-
-    configure: Callable[[Any, Any], Any]
-    trained: Callable[..., ExportedDrafter]
-    random: Callable[..., ExportedDrafter]
-    checkpoint: Callable[..., ExportedDrafter] | None = None
-    native: NativeExporter | None = None
-
-
-def find_exporter(method: str) -> Exporter:
-    """Return the exporter of a method: `EXPORTER` of its own file."""
-    exporter: Exporter = import_module(f"redraft.export.drafters.{method}_graphs").EXPORTER
+def find_exporter(method: str) -> Exporter[Any]:
+    """Return the exporter of a method: its family's `EXPORTER`."""
+    specification, row = find_method(method), ROWS[method]
+    exporter: Exporter[Any] = import_module(f"{__name__}.{row.family}").EXPORTER(specification, row)
     return exporter
 
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from redraft.export.checkpoint.base import TensorEntry, row_slices
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.quantization.rounding import BLOCK, Coded, Grid, StoredGrid, blocks_of
+from redraft.export.checkpoint.stored_grid import Coded, Grid, StoredGrid
+from redraft.export.quantization.rounding import BLOCK, blocks_of
 
 CODES = "I8"
 """Stored type of the codes."""

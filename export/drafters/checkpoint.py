@@ -88,6 +88,11 @@ class TokenData(NamedTuple):
     counts: torch.Tensor
     draft_vocabulary: torch.Tensor | None = None
 
+    @classmethod
+    def uncounted(cls, tokens: int) -> TokenData:
+        """Return equal counts of so many tokens, for a drafter without counts."""
+        return cls(torch.ones(tokens, dtype=torch.long))
+
 
 @dataclass(frozen=True)
 class _ConfigFile:

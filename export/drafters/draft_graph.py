@@ -1,101 +1,25 @@
-"""Shared parts of draft graphs that read hidden states and unroll a chain."""
+"""Computation that draft graphs share: sampling, and attention over rows and levels."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
-from redraft.config import Precision
-from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint.sources import AnySource, DrafterSource, RandomSource
-from redraft.export.checkpoint.weight_files import FOLDER, STORED, NewTensor, Progress, write
-from redraft.export.drafters import graph_file
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
-from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import Attend, DrafterConfig, LayerConfig
-from redraft.export.graph import modules, passes, tracing
-from redraft.export.graph.decoder import finish
+from redraft.export.drafters.level_tree import likeliest, rank_log_probs
+from redraft.export.graph import modules, tracing
 from redraft.export.graph.noise import add_noise
 from redraft.export.graph.tree_attention import tree_attention
-from redraft.export.verifier import VerifierExport
-from redraft.export.weights import place
-from redraft.names import Dtype, TensorSpec, WeightRef
 
-_TORCH = {"float16": torch.float16, "float32": torch.float32, "int8": torch.int8, "uint8": torch.uint8,
-          "int64": torch.int64}  # fmt: skip
-_TRACED_ROWS = 3
-_TRACED_KV_ROWS = 16
 M = TypeVar("M", bound=nn.Module)
 A = TypeVar("A")
 """How rows attend."""
-
-
-def stem(name: str) -> str:
-    """Return the prefix of a drafter's parameters in a bundle."""
-    return f"{name}."
-
-
-def check_fit(
-    drafter: DrafterCheckpoint, settings: DrafterConfig, verifier: VerifierExport, identity: Identity
-) -> None:
-    """Raise CheckpointError if a drafter was trained for another verifier, or cannot read its hidden states."""
-    drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
-    for hidden_state in getattr(settings, "hidden_states", (names.LAST_HIDDEN_STATE,)):
-        if hidden_state not in verifier.hidden_states:
-            raise CheckpointError(
-                f"the verifier's graph does not output hidden state {hidden_state!r}",
-                f'add "{hidden_state}" to hidden_states in its recipe',
-            )
-
-
-def empty_module(make: Callable[[], M], dtype: Dtype) -> M:
-    """Return the module with uninitialized weights, whose pages are never touched."""
-    with torch.device("meta"):
-        module = make()
-        module.to(tracing.TORCH[dtype])
-    return module.to_empty(device="cpu").eval().requires_grad_(False)
-
-
-def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters by name."""
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-
-
-def random_source(name: str, module: nn.Module, precision: Precision, out: Path) -> RandomSource:
-    """Return random values for the module's parameters, by their names in a bundle."""
-    shapes = {f"{stem(name)}{parameter}": shape for parameter, shape in parameter_shapes(module).items()}
-    return RandomSource.write(shapes, out, STORED[precision], f"{stem(name)}random")
-
-
-def drafter_precision(chosen: Precision | None, verifier: VerifierExport) -> Precision:
-    """Return the chosen precision, or one that fits the verifier. Raises UsageError for two types in one graph."""
-    dtype = verifier.shape.dtype
-    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
-    fitting = [precision for precision in fitting if precision != "fp8"]
-    chosen = chosen or ("int8" if dtype == "float32" else fitting[0])
-    if chosen not in fitting:
-        raise UsageError(
-            f"a drafter in {chosen} cannot read the features of a verifier in {dtype}",
-            f"choose precision={' or '.join(fitting)}",
-        )
-    return chosen
-
-
-def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log probabilities and the columns of the `count` likeliest tokens, [..., count], of logits [..., H].
-
-    ONNX Runtime's LogSoftmax takes 7 microseconds for three rows of 12,288 columns, and its ReduceLogSumExp 120.
-    """
-    columns = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count, -1).indices
-    return torch.log_softmax(logits, -1).gather(-1, columns), columns
 
 
 class GraphRotary(nn.Module):
@@ -241,6 +165,10 @@ class Sampling(NamedTuple):
         noisy: torch.Tensor = add_noise(logits, self.noise_scale, self.keys[:, step : step + logits.shape[1]], ids)
         return noisy
 
+    def scaled(self, logits: torch.Tensor, tables: Sequence[torch.Tensor], step: int = 0) -> torch.Tensor:
+        """Return `noisy` logits times the draft logit scale."""
+        return self.noisy(logits, tables, step) * self.scale[:, None, None]
+
     @classmethod
     def dims(cls, batch: Any) -> Any:
         """Return the sizes that vary, for `torch.export`."""
@@ -280,91 +208,35 @@ class DraftGraph(nn.Module, Generic[M]):
         return F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
 
 
-def write_draft(
-    name: str, graph: nn.Module, own: AnySource, vocabulary: DraftVocabulary, verifier: VerifierExport, shape: Any,
-    out: Path, precision: Precision, progress: Progress,
-    signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]], tables: tuple[TensorSpec, ...],
-    translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "", states: int = 1, own_head: bool = False,
-) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Trace the graph of a draft that catches up on rows, and write it as `write_traced` does.
+class TokenChain(DraftGraph[M], Generic[M]):
+    """A draft that catches up on rows and unrolls a chain of tokens, each read by the next step.
 
-    graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, a `Sampling`, tables.
-    states: number of hidden states that it reads; features are a list of several.
+    The drafter takes features, embeddings, positions, how to attend and which rows to keep, and has `readout`.
     """
-    dtype = tracing.TORCH[shape.dtype]
-    cache = torch.zeros(2, shape.kv_heads, _TRACED_KV_ROWS, shape.head_dim, dtype=dtype)
-    rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
-    b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
-    features = [torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype) for _ in range(states)]
-    args: tuple[Any, ...] = (
-        features if states > 1 else features[0], rows, rows.clone(), torch.full((2,), 2),
-        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(),
-        Sampling.example(shape.steps), examples(tables),
-    )  # fmt: skip
-    rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
-    fixed: list[dict[int, Any]] = [{} for _ in tables]
-    dynamic: tuple[Any, ...] = (
-        [rows_of] * states if states > 1 else rows_of,
-        rows_of,
-        rows_of,
-        {0: b},
-        {0: b},
-        {},
-        cache_of,
-        cache_of,
-        Sampling.dims(b),
-        fixed,
-    )
-    model = tracing.trace_graph(graph, args, dynamic, *signature, translations)
-    return write_traced(name, model, own, vocabulary, verifier, out, precision, progress, logits, own_head)
 
+    @abstractmethod
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Return the rows of a draft. The arguments are those of `ChainRows`."""
 
-def write_traced(
-    name: str, model: ir.Model, own: AnySource, vocabulary: DraftVocabulary, verifier: VerifierExport, out: Path,
-    precision: Precision, progress: Progress, logits: str = "", own_head: bool = False,
-) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Write a traced draft graph, and place its weights. The embedding is the verifier's own bytes.
-
-    The head is too if the draft vocabulary is the whole one. Otherwise it is a weight of the drafter's own, rows of the
-    verifier's head, unless the drafter was trained with a head of its own (`own_head`).
-
-    model:  its parameters are `drafter.NAME`, `embedding` and `head`.
-    logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
-    """
-    passes.simplify(model)
-    own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}
-    head = None if own_head else vocabulary.head(verifier.source, verifier.head, f"{stem(name)}head")
-    head_name = f"{stem(name)}head.weight" if own_head else head.name if head else verifier.head
-    rename(model, {**own_names, "embedding": verifier.embedding, "head": head_name})
-    source = DrafterSource(DrafterSource(own, head) if head else own, verifier.source)
-    refs = place(model, source, out, precision, progress, file=name, logits=logits, shared=verifier.weights)
-    finish(model)
-    ir.save(model, out / graph_file(name, names.DRAFT))
-    return refs
-
-
-def examples(tables: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return zeros of the right shapes and types, which take no memory, to trace a graph with."""
-    return [torch.zeros(1, dtype=_TORCH[spec.dtype]).expand([int(dim) for dim in spec.shape]) for spec in tables]
-
-
-def write_tables(name: str, tables: Sequence[NewTensor], folder: Path) -> tuple[WeightRef, ...]:
-    """Write a drafter's tables below `folder`. Returns their places; none if there are no tables."""
-    if not tables:
-        return ()
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    return tuple(write(list(tables), folder, f"{FOLDER}/{stem(name)}tables.safetensors"))
-
-
-def rename(model: ir.Model, new_names: dict[str, str]) -> None:
-    """Rename initializers. Two that get the same name become one."""
-    initializers = model.graph.initializers
-    for old, new in new_names.items():
-        value = initializers.get(old)
-        if value is None or old == new:
-            continue
-        if new in initializers:
-            ir.convenience.replace_all_uses_with(value, initializers[new])
-            del initializers[old]
-        else:
-            value.name = new
+    def forward(
+        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        drafter: Any = self.drafter
+        attention = self.rows(positions, pending, cache_len, kv_len, key, value)
+        hidden = drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
+        nodes = [attention.last_token(tokens)]
+        log_probs, chain = [torch.zeros_like(nodes[0], dtype=torch.float32)], []
+        by_rank, of_rank = sampling.drawn[:, None] > 0, rank_log_probs(1)
+        for step in range(self.shape.steps):
+            chain.append(self.logits(drafter.readout(hidden)))  # [B, 1, H]
+            found = likeliest(sampling.scaled(chain[-1], tables, step), 1)
+            log_prob, best = (values.squeeze(-1) for values in found)  # [B, 1]
+            nodes.append(tracing.take(tables[0], best) if tables else best)
+            log_probs.append(log_probs[-1] + torch.where(by_rank, of_rank, log_prob))
+            if step + 1 < self.shape.steps:
+                hidden = drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
+        parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
+        tree = torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1)
+        return (*tree, torch.cat(chain, 1), *attention.caches)

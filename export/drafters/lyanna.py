@@ -12,18 +12,38 @@ Logits are over the H tokens of the draft vocabulary, which may be all V: M and 
 The paper does not define ⊕. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ;
 RMSNorm(E(t_1))]. The chain normalizes its states before and after each step, so that h_i has the scale of f.
 With `chain_projection`, h_i passes a second projection before the layer, which thus gets inputs of the same kind.
+
+The draft graph catches up on the rows since the last draft, unrolls the chain, multiplies its states by the head in one
+product, and builds the tree of their logits. The resample graph builds a tree of the logits that a verification left
+unused; its only weights are the table of token information.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import nn
 
-from redraft.errors import CheckpointError
+from redraft import names
+from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.weight_files import NewTensor
+from redraft.export.drafters import ExportedDrafter, graph_file
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, TokenData, fill
+from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, Sampling
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary
+from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
+from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
+from redraft.export.drafters.lyanna_token_info import TokenInfo, make_tables, token_info_rows
+from redraft.export.drafters.writing import Target, examples, stem
+from redraft.export.graph import passes, tracing
+from redraft.export.graph.decoder import finish
+from redraft.methods.base import resampled_nodes
+from redraft.methods.lyanna import FREQUENT_TOKENS, LARGE_VOCABULARY, LyannaBuild, LyannaShape, tree_size
 
 
 @dataclass(frozen=True)
@@ -52,21 +72,6 @@ def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig
     return with_sizes(LyannaConfig, verifier, vocab_size, **own)
 
 
-class TokenInfo(nn.Module):
-    """RMSNorm(W2 W1 E(t)): the numbers that a token adds to the next token's logits."""
-
-    def __init__(self, config: LyannaConfig) -> None:
-        super().__init__()
-        self.down = nn.Linear(config.hidden_size, config.rank, bias=False)
-        self.up = nn.Linear(config.rank, config.draft_size, bias=False)
-        self.norm = nn.RMSNorm(config.draft_size, eps=config.rms_norm_eps)
-
-    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that tokens of these embeddings [..., n] add to logits, [..., H]."""
-        added: torch.Tensor = self.norm(self.up(self.down(embeddings)))
-        return added
-
-
 class LyannaDrafter(nn.Module):
     """The trained parameters. Embedding and head belong to the verifier."""
 
@@ -81,7 +86,8 @@ class LyannaDrafter(nn.Module):
         self.chain_projection = nn.Linear(n, n, bias=False) if config.chain_projection else None
         self.layer = DrafterLayer(config)
         self.norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
-        self.token_info = TokenInfo(config) if config.token_info else None
+        sizes = n, config.rank, config.draft_size, config.rms_norm_eps
+        self.token_info = TokenInfo(*sizes) if config.token_info else None
 
     def first(
         self, features: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,
@@ -106,3 +112,178 @@ class LyannaDrafter(nn.Module):
             rows = self.chain_projection(rows)
         out: torch.Tensor = self.norm(self.layer(rows, positions, attend))
         return out
+
+
+class LyannaExporter(DraftExporter[LyannaConfig]):
+    """The exporter of Lyanna's drafters. They have a table of token information, and a graph that resamples."""
+
+    config, module = LyannaConfig, LyannaDrafter
+    logits = names.CHAIN_LOGITS
+
+    def configure(self, drafter: DrafterCheckpoint, options: LyannaBuild) -> LyannaConfig:
+        """Return the drafter's configuration. Raises like `lyanna_shape` for options that do not fit."""
+        config = super().configure(drafter, options)
+        lyanna_shape(config, options)
+        return config
+
+    def random_config(self, target: Target, verifier: Any) -> LyannaConfig:
+        """Return the configuration of a random drafter."""
+        steps = {"steps": target.options.steps} if target.options.steps else {}
+        return configuration_of(verifier, target.vocabulary, **steps)
+
+    def empty(self, config: LyannaConfig, target: Target) -> nn.Module:
+        """Return the module with uninitialized weights; its token information is in fp32."""
+        module: Any = super().empty(config, target)
+        if module.token_info is not None:
+            module.token_info.to(torch.float32)
+        drafter: nn.Module = module
+        return drafter
+
+    def shape(self, target: Target, config: LyannaConfig) -> LyannaShape:
+        """Return the sizes of the graphs."""
+        return replace(lyanna_shape(config, target.options), dtype=target.dtype)
+
+    def tables(
+        self, target: Target, module: Any, source: AnySource, vocabulary: DraftVocabulary, shape: LyannaShape
+    ) -> tuple[NewTensor, ...]:
+        """Return token information and the draft vocabulary. The module's token information becomes None."""
+        if module.token_info is not None:
+            for parameter, tensor in module.token_info.state_dict().items():
+                fill(tensor, source, f"{stem(target.name)}token_info.{parameter}")
+        target.progress("token information", 0, 1)
+        info, module.token_info = module.token_info, None
+        embedding = target.verifier.source.slabs(target.verifier.embedding)
+        made = make_tables(info, embedding, vocabulary, shape)
+        return (*made, *vocabulary.tables())
+
+    def graph(self, target: Target, module: LyannaDrafter, shape: LyannaShape) -> nn.Module:
+        """Return the draft graph's computation."""
+        return _Draft(module, module.config, shape, target.verifier.shape.max_positions)
+
+    def write(
+        self, target: Target, config: LyannaConfig, module: nn.Module, source: AnySource, tokens: TokenData
+    ) -> ExportedDrafter:
+        """Write both graphs, the weights and the tables."""
+        written = super().write(target, config, module, source, tokens)
+        if written.shape.steps > 1:
+            model = self.trace_resample(written.shape)
+            ir.save(model, target.out / graph_file(target.name, names.RESAMPLE))
+        return written
+
+    def trace_resample(self, shape: LyannaShape) -> ir.Model:
+        """Return the resample graph."""
+        b, tables = torch.export.Dim("B", min=1), self.method.tables(shape)
+        args = (
+            torch.zeros(2, shape.steps, shape.draft_vocabulary), torch.ones(2, dtype=torch.long),
+            torch.zeros(2, dtype=torch.long), Sampling.example(shape.steps - 1), examples(tables),
+        )  # fmt: skip
+        fixed: list[dict[int, Any]] = [{} for _ in tables]
+        dynamic = ({0: b}, {0: b}, {0: b}, Sampling.dims(b), fixed)
+        signature = self.method.graphs[names.RESAMPLE].signature(shape)
+        model = tracing.trace_graph(_Resample(shape), args, dynamic, *signature)
+        passes.simplify(model)
+        finish(model)
+        return model
+
+
+EXPORTER = LyannaExporter
+
+
+def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
+    """Return the sizes of the graphs.
+
+    Raises CheckpointError for more steps than the drafter was trained for, and UsageError for a node with more children
+    than tokens.
+    """
+    steps = options.steps or config.steps
+    if steps > config.steps:
+        raise CheckpointError(
+            f"the drafter was trained for {config.steps} steps, not {steps}",
+            f"build it with at most steps={config.steps}",
+        )
+    nodes = min(options.nodes + 1, tree_size(steps, options.width))
+    resampled = options.resample_nodes or resampled_nodes(nodes - 1)
+    large = not config.draft_vocab_size and config.vocab_size > LARGE_VOCABULARY
+    drafted = config.limited(options.draft_vocabulary or (FREQUENT_TOKENS if large else None))
+    if options.width > drafted:
+        raise UsageError(
+            f"a node cannot have {options.width} children of {drafted} tokens", "lower width, or raise draft_vocabulary"
+        )
+    return LyannaShape(
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        steps=steps,
+        width=options.width,
+        nodes=nodes,
+        resample_nodes=min(resampled + 1, nodes, tree_size(steps - 1, options.width)),
+        token_info=options.token_info,
+        draft_vocabulary=drafted,
+        rank=config.rank,
+        draft_logit_scale=config.draft_logit_scale,
+    )
+
+
+def _tree(
+    shape: LyannaShape, logits: torch.Tensor, sampling: Sampling, roots: torch.Tensor, tables: list[torch.Tensor],
+    nodes: int, steps: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return tokens, parents and log probabilities of trees rooted at the tokens `roots` [B] (Algorithm 1).
+
+    A level has the `width` most probable children of each expanded node, and its `width` most probable nodes expand.
+    A node's row of token information is its column in the logits. The noise of a position is the same after all nodes
+    of a level, so it is added to the logits of the step.
+
+    logits: of the steps, [B, S, H].   tables: those of `methods.lyanna.tables`.   steps: how many count, [B].
+    """
+    pruned = shape.draft_vocabulary < shape.vocabulary
+    info, drafted = (tables[:-2], tables[-1:]) if pruned else (tables, [])
+    rows = (tracing.take(tables[-2], roots) if pruned else roots)[:, None]
+    noisy, scale = sampling.noisy(logits, drafted), sampling.scale[:, None, None]
+    tree = LevelTree(shape.width, sampling.drawn, rank_log_probs(shape.width))
+    for step in range(logits.shape[1]):
+        if step:
+            _, rows = tree.best()
+        tree.grow((noisy[:, step : step + 1] + token_info_rows(info, rows)) * scale)
+    return tree.whole(roots[:, None], nodes, drafted, steps)
+
+
+class _Draft(DraftGraph[LyannaDrafter]):
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
+
+    def forward(
+        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
+        chain = [
+            self.drafter.first(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
+        ]  # [B, 1, n] each
+        for _ in range(1, self.shape.steps):
+            chain.append(self.drafter.following(chain[-1], *attention.next_step()))
+        logits = self.logits(torch.cat(chain, dim=1))  # [B, N, H], in one product
+        roots = attention.last_token(tokens)[:, 0]
+        tree = _tree(self.shape, logits, sampling, roots, tables, self.shape.nodes)
+        return (*tree, logits, *attention.caches)
+
+
+class _Resample(nn.Module):
+    """The resample graph's computation, with inputs in the order of `resample_inputs`."""
+
+    def __init__(self, shape: LyannaShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(
+        self, chain_logits: torch.Tensor, first_step: torch.Tensor, tokens: torch.Tensor, sampling: Sampling,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        steps, nodes = self.shape.steps, self.shape.resample_nodes
+        wanted = first_step[:, None] + torch.arange(steps - 1)
+        wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # TensorRT's Clip takes floats only
+        left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, H]
+        tree = _tree(self.shape, left, sampling, tokens, tables, nodes, steps - first_step)
+        sizes = [min(tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
+        return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))

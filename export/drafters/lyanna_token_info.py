@@ -9,19 +9,23 @@ training plus 1. The paper leaves them without token information.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import nn
 
 from redraft.export.checkpoint import weight_files
 from redraft.export.checkpoint.weight_files import Slabs
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
-from redraft.export.drafters.lyanna import LyannaDrafter
+from redraft.export.graph import tracing
 from redraft.methods.lyanna import LyannaShape, token_info_tables
+from redraft.methods.lyanna_token_info import FP8
 
 _SLAB_TOKENS = 1024
 _INT8_MAX = 127.0
@@ -29,15 +33,43 @@ _FP8_MAX = 448.0
 _STORED = {"float16": "F16", "float32": "F32", "int8": "I8", "uint8": "U8", "int64": "I64"}
 
 
+class TokenInfo(nn.Module):
+    """RMSNorm(W2 W1 E(t)): the numbers that a token adds to the next token's logits."""
+
+    def __init__(self, hidden_size: int, rank: int, columns: int, eps: float) -> None:
+        """columns: of the logits, one for each token of the draft vocabulary."""
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, columns, bias=False)
+        self.norm = nn.RMSNorm(columns, eps=eps)
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that tokens of these embeddings [..., n] add to logits, [..., H]."""
+        added: torch.Tensor = self.norm(self.up(self.down(embeddings)))
+        return added
+
+
+def token_info_rows(tables: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [B, R] of token information, float32 [B, R, H], from the tables without their index."""
+    values = F.embedding(rows, tables[0])
+    if len(tables) == 1:
+        return values.float()
+    if tables[1].shape[1] > 1:
+        return values @ tables[1]
+    # ONNX cannot compute with bytes of float8, so that each is looked up.
+    decoded = tracing.take(torch.tensor(FP8), values.to(torch.int32)) if values.dtype == torch.uint8 else values.float()
+    return decoded * F.embedding(rows, tables[1])
+
+
 def make_tables(
-    drafter: LyannaDrafter, embedding: Slabs, vocabulary: DraftVocabulary, shape: LyannaShape
+    info: TokenInfo | None, embedding: Slabs, vocabulary: DraftVocabulary, shape: LyannaShape
 ) -> tuple[weight_files.NewTensor, ...]:
     """Return the tensors of `token_info_tables`, for embeddings [V, n] in slabs of rows.
 
     Memory does not grow with V·n or H·H: only the embedding's factors are kept, and a table is written in slabs. A
-    drafter without token information adds zeros.
+    drafter without token information (None) adds zeros.
     """
-    forms = _forms(drafter, embedding, vocabulary, shape)
+    forms = _forms(info, embedding, vocabulary, shape)
     if not vocabulary.is_whole:
         index = np.full(shape.vocabulary, len(vocabulary.tokens), np.int64)
         index[vocabulary.tokens] = np.arange(len(vocabulary.tokens))
@@ -49,10 +81,10 @@ def make_tables(
 
 
 def _forms(
-    drafter: LyannaDrafter, embedding: Slabs, vocabulary: DraftVocabulary, shape: LyannaShape
+    info: TokenInfo | None, embedding: Slabs, vocabulary: DraftVocabulary, shape: LyannaShape
 ) -> list[Callable[[], Slabs]]:
     """Return the tensors of values in the order of `token_info_tables`."""
-    left, right = _factors(drafter, embedding, vocabulary, shape)
+    left, right = _factors(info, embedding, vocabulary, shape)
     if shape.token_info == "lowrank":
         return [partial(iter, [left]), partial(iter, [right])]
 
@@ -66,17 +98,17 @@ def _forms(
 
 
 def _factors(
-    drafter: LyannaDrafter, embedding: Slabs, vocabulary: DraftVocabulary, shape: LyannaShape
+    info: TokenInfo | None, embedding: Slabs, vocabulary: DraftVocabulary, shape: LyannaShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return two factors of the normalized table, [rows, d] and [d, H]."""
-    info, tokens = drafter.token_info, vocabulary.tokens
+    tokens = vocabulary.tokens
     if info is None:
         size = len(tokens) + (not vocabulary.is_whole)
         return np.zeros((size, shape.rank), np.float32), np.zeros((shape.rank, len(tokens)), np.float32)
     up, gain = (p.detach().float().numpy()[vocabulary.columns] for p in (info.up.weight, info.norm.weight))
     left = np.empty((len(tokens), shape.rank), np.float32)
     others, begin = np.zeros(shape.rank), 0
-    for rows in _normalized(drafter, embedding):
+    for rows in _normalized(info, embedding):
         first, last = np.searchsorted(tokens, (begin, begin + len(rows)))
         here = tokens[first:last] - begin
         left[first:last] = rows[here]
@@ -90,14 +122,13 @@ def _factors(
     return left, np.ascontiguousarray((up * gain[:, None]).T)
 
 
-def _normalized(drafter: LyannaDrafter, embedding: Slabs) -> Slabs:
+def _normalized(info: TokenInfo, embedding: Slabs) -> Slabs:
     """Yield W1 E(t), divided by the root mean square of W2 W1 E(t), for a few tokens at a time: [tokens, d]."""
-    assert drafter.token_info is not None
-    down, up = (p.detach().float().numpy() for p in (drafter.token_info.down.weight, drafter.token_info.up.weight))
+    down, up = (p.detach().float().numpy() for p in (info.down.weight, info.up.weight))
     squares = up.T @ up / np.float32(len(up))  # [d, d]
     for slab in embedding:
         rows = slab @ down.T
-        yield rows / np.sqrt((rows @ squares * rows).sum(1, keepdims=True) + drafter.config.rms_norm_eps)
+        yield rows / np.sqrt((rows @ squares * rows).sum(1, keepdims=True) + (info.norm.eps or 0.0))
 
 
 def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[Any], ...]:

@@ -1,21 +1,29 @@
-"""Medusa's heads as a torch module (Cai et al. 2024, section 2.1.1), with the verifier's own head for all of them.
+"""Medusa's heads (Cai et al. 2024, section 2.1.1), with the verifier's own head for all of them, and their draft graph.
 
 With h the verifier's last hidden state at a position and M its head, head k has the logits M (h + SiLU(W_k h + b_k)).
+The graph has one product for all heads, one with the verifier's head, and the static tree of candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from redraft import names
 from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.model_config import decoder_shape
+from redraft.export.drafters.draft_graph import Sampling
 from redraft.export.drafters.layer import DrafterConfig
-from redraft.export.drafters.static_tree import Accuracies, check_heads
+from redraft.export.drafters.static_tree import Accuracies, HeadsExporter, StaticTree, check_heads
+from redraft.export.drafters.writing import Target, examples
+from redraft.export.graph import tracing
+from redraft.methods.static_tree import Node, StaticTreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +66,58 @@ class MedusaHeads(nn.Module):
         added = F.silu(self.heads(hidden)).unflatten(-1, (self.config.heads, -1))
         out: torch.Tensor = hidden.unsqueeze(-2) + added
         return out
+
+
+class MedusaExporter(HeadsExporter[MedusaConfig]):
+    """The exporter of Medusa's heads."""
+
+    config, module = MedusaConfig, MedusaHeads
+    heads = "heads"
+
+    def random_config(self, target: Target, verifier: Any) -> MedusaConfig:
+        """Return the configuration of random heads."""
+        config = configuration_of(verifier, target.vocabulary, **self.random_heads(target.options))
+        return self.assumed(config, target.options)
+
+    def shape(self, target: Target, config: MedusaConfig) -> StaticTreeShape:
+        """Return the graph's sizes."""
+        return StaticTreeShape(**self.sizes(target, config))
+
+    def graph(self, target: Target, module: MedusaHeads, shape: StaticTreeShape) -> nn.Module:
+        """Return the draft graph's computation."""
+        return _Draft(module, shape, self.tree(module.config, target.options))
+
+    def trace(self, graph: nn.Module, shape: StaticTreeShape) -> ir.Model:
+        """Trace the draft graph, which has no rows to catch up on."""
+        b, tables = torch.export.Dim("B", min=1), self.method.tables(shape)
+        args = (
+            torch.zeros(2, names.MAX_PENDING_FEATURES, shape.hidden, dtype=tracing.TORCH[shape.dtype]),
+            torch.ones(2, dtype=torch.long), torch.zeros(2, dtype=torch.long), Sampling.example(shape.steps),
+            examples(tables),
+        )  # fmt: skip
+        fixed: list[dict[int, Any]] = [{} for _ in tables]
+        dynamic = ({0: b}, {0: b}, {0: b}, Sampling.dims(b), fixed)
+        return tracing.trace_graph(graph, args, dynamic, *self.method.graphs[names.DRAFT].signature(shape))
+
+
+EXPORTER = MedusaExporter
+
+
+class _Draft(nn.Module):
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
+
+    def __init__(self, heads: MedusaHeads, shape: StaticTreeShape, tree: Mapping[Node, float]) -> None:
+        super().__init__()
+        self.drafter, self.shape, self.static = heads, shape, StaticTree(shape, tree)
+        dtype = tracing.TORCH[shape.dtype]
+        self.head = nn.Parameter(torch.empty(shape.draft_vocabulary, shape.hidden, dtype=dtype), requires_grad=False)
+        self._scale = heads.config.logit_scale
+
+    def forward(
+        self, pending_features: torch.Tensor, num_pending: torch.Tensor, tokens: torch.Tensor, sampling: Sampling,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        hidden = tracing.gather_rows(pending_features, (num_pending - 1)[:, None])  # [B, 1, n]
+        states = self.drafter(hidden)[:, 0, : self.shape.steps]  # [B, N, n]
+        logits = F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
+        return (*self.static(logits, tokens[:, None], sampling, tables), logits)

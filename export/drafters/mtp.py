@@ -4,14 +4,26 @@ With f the verifier's hidden state after its final norm, E its embedding and M i
 
     h_1 = Layer(P [RMSNorm(f_t) ; RMSNorm(E(x_{t+1}))])              rows of real features are the keys
     y_i = argmax M h_i,   h_{i+1} = Layer(P [RMSNorm(h_i) ; RMSNorm(E(y_i))])
+
+One call of the draft graph catches up on rows and unrolls the chain of tokens.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.drafters import ExportedDrafter
+from redraft.export.drafters.draft_graph import ChainAttention, ChainRows, TokenChain
+from redraft.export.drafters.exporter import DraftExporter
+from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, verifier_sizes
+from redraft.export.drafters.mtp_modules import NativeModule, require_module
+from redraft.export.drafters.mtp_native import export_native
+from redraft.export.drafters.writing import Target
+from redraft.methods.mtp import MtpShape
 
 
 class MtpDrafter(nn.Module):
@@ -39,3 +51,54 @@ class MtpDrafter(nn.Module):
     def readout(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the head reads of hidden states: themselves."""
         return hidden
+
+
+def configuration_of(verifier: Any, vocabulary: int) -> LayerConfig:
+    """Return the configuration of a module with the sizes of a verifier of this transformers configuration."""
+    return LayerConfig(**verifier_sizes(verifier, vocabulary))
+
+
+class MtpExporter(DraftExporter[LayerConfig]):
+    """The exporter of modules, in a drafter's folder or in the verifier's checkpoint."""
+
+    config, module = LayerConfig, MtpDrafter
+
+    def random_config(self, target: Target, verifier: Any) -> LayerConfig:
+        """Return the configuration of a random module."""
+        return configuration_of(verifier, target.vocabulary)
+
+    def shape(self, target: Target, config: LayerConfig) -> MtpShape:
+        """Return the graph's sizes."""
+        return MtpShape(
+            hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            steps=target.options.steps,
+            draft_vocabulary=config.limited(target.options.draft_vocabulary),
+            draft_logit_scale=config.draft_logit_scale,
+            dtype=target.dtype,
+        )
+
+    def graph(self, target: Target, module: MtpDrafter, shape: MtpShape) -> nn.Module:
+        """Return the draft graph's computation."""
+        return _Draft(module, module.config, shape, target.verifier.shape.max_positions)
+
+    def find_native(self, checkpoint: AnyCheckpoint) -> NativeModule:
+        """Return the module inside of a checkpoint. Raises CheckpointError if it has none of a known layout."""
+        return require_module(checkpoint)
+
+    def native(self, target: Target, checkpoint: AnyCheckpoint) -> ExportedDrafter:
+        """Write the module inside of the verifier's own checkpoint. Raises like `mtp_modules.load_module`."""
+        return export_native(target, checkpoint, self.method)
+
+
+EXPORTER = MtpExporter
+
+
+class _Draft(TokenChain[MtpDrafter]):
+    """The draft of a module with a layer of its own."""
+
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Attend as the drafter's layer."""
+        return ChainAttention(self.drafter.config, *rows)

@@ -1,106 +1,188 @@
-"""The tensors of a multi-token-prediction module inside of a verifier's checkpoint.
+"""The draft graph of a multi-token-prediction module inside of a verifier's checkpoint.
 
-The module is a decoder layer of the verifier's own kind, between norms and a projection (`mtp_layouts`). transformers'
-loader reads the layer as that of a model with one layer, so every layer that it converts can be the module's. Embedding
-and head are the verifier's: copies of them in the module are not read.
+    h_{i+1} = N(Layer(P [N_E(E(y_i)) ; N_h(h_i)])),   y_{i+1} = argmax M h_{i+1}
+
+transformers' model of the verifier's architecture, with one layer, computes the layer through the interfaces that the
+verifier's export uses. So the module may have any layer that redraft exports, with its own norms, rotation, gates and
+experts.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.initialization import no_init_weights
+from torch import nn
 
-from redraft.errors import CheckpointError
-from redraft.export.checkpoint.architecture import Architecture
-from redraft.export.checkpoint.base import AnyCheckpoint, TensorEntry
-from redraft.export.checkpoint.loading import LoadedTensors, check_entries, check_finite, load_tensors
-from redraft.export.checkpoint.model_config import load_config
-from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft import names
+from redraft.errors import UnsupportedModelError
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.checkpoint.loading import fill_buffers
+from redraft.export.checkpoint.sources import Source
 from redraft.export.checkpoint.stored_tensor import StoredTensor
-from redraft.export.drafters.checkpoint import differences
-from redraft.export.drafters.mtp_layouts import PROJECTION, NativeModule, require_module
-from redraft.export.reference import keep_layers
-
-_LAYERS, _LAYER = "model.layers.", "model.layers.0."
-_BUFFER = "rotary_emb.inv_freq"
-"""Older checkpoints store a buffer of this name, which the configuration determines."""
-_MOST_LISTED = 4
-_DAMAGED = "give the checkpoint as it was published, or leave out --drafter native"
-
-
-@dataclass(frozen=True)
-class LoadedModule:
-    """A checkpoint's module.
-
-    architecture: the verifier's with one layer.   checkpoint, loaded: the layer's tensors by the names of that model.
-    parts: stored tensors around the layer, by the names of `NativeMtp`.
-    """
-
-    found: NativeModule
-    architecture: Architecture
-    checkpoint: Checkpoint
-    loaded: LoadedTensors
-    parts: Mapping[str, StoredTensor]
+from redraft.export.drafters import ExportedDrafter
+from redraft.export.drafters.checkpoint import TokenData
+from redraft.export.drafters.draft_graph import ChainRows, TokenChain
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
+from redraft.export.drafters.layer import DrafterConfig, Keep, all_rows
+from redraft.export.drafters.mtp_modules import Layout, LoadedModule, load_module
+from redraft.export.drafters.writing import Target, stem, trace_draft, write_traced
+from redraft.export.graph import decoder, tracing
+from redraft.export.graph.attention import CURRENT, LayerRecorder, record_layers
+from redraft.export.graph.experts import expert_tensors
+from redraft.export.graph.traced_pass import TracedPass
+from redraft.methods import Method
+from redraft.methods.mtp import MtpShape
 
 
-def load_module(checkpoint: AnyCheckpoint) -> LoadedModule:
-    """Return the module of a checkpoint. Reads its weights once, to check that they are finite.
-
-    Raises CheckpointError if there is no module of a known layout, or listing tensors that are missing, surplus or of
-    another shape, and UnsupportedModelError for a verifier or a type of tensors that redraft does not export.
-    """
-    found = require_module(checkpoint)
-    assert isinstance(checkpoint, Checkpoint), "no other kind of checkpoint has modules"
-    one = Architecture.of(_one_layer(load_config(checkpoint)))
-    layer = _stored_as(found, one, checkpoint)
-    outside = {name: entry for name, entry in checkpoint.tensors.items() if not name.startswith(_LAYERS)}
-    viewed = replace(checkpoint, tensors={**outside, **layer}, modules={})
-    parts = {f"{part}.weight": found.entries[f"{name}.weight"] for part, name in found.layout.parts.items()}
-    stored = {name: StoredTensor.of(entry) for name, entry in parts.items()}
-    for tensor in stored.values():
-        check_entries(checkpoint, tensor, checkpoint.readable)
-    check_finite(replace(checkpoint, tensors={**parts, **layer}))
-    return LoadedModule(found, one, viewed, load_tensors(viewed, one), stored)
-
-
-def _one_layer(text: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a model whose only layer is a module's: like the verifier's last one.
-
-    A model that names the types of its modules' layers has those.
-    """
-    one = keep_layers(text, [int(text.num_hidden_layers) - 1])
-    for name in ("layer_types", "mlp_layer_types"):
-        if named := getattr(text, f"mtp_{name}", None):
-            setattr(one, name, list(named[:1]))
-    if hasattr(one, "first_k_dense_replace"):
-        one.first_k_dense_replace = 0
-    return one
+def export_native(target: Target, checkpoint: AnyCheckpoint, method: Method[MtpShape]) -> ExportedDrafter:
+    """Write the graph of the module inside of the verifier's own checkpoint. Raises like `load_module`."""
+    check_counted(target.name, target.options.draft_vocabulary, "a checkpoint's module")
+    module, sizes = load_module(checkpoint), target.verifier.shape
+    rows = sizes.max_positions + names.CATCH_UP_ROWS + target.options.steps
+    target.progress("trace drafter", 0, 1)
+    with tracing.empty_model(module.architecture, rows, sizes.dtype) as network:
+        fill_buffers(network, module.loaded.buffers, module.checkpoint)
+        recorded = record_layers(network, rows)
+        shape = _shape(module, recorded, target)
+        tensors = _tensors(network, module)
+        drafter = NativeMtp(network, module.found.layout)
+        graph = _NativeDraft(drafter, recorded, _config(module, target), shape, sizes.max_positions)
+        model = trace_draft(graph, shape, method)
+        vocabulary = DraftVocabulary.of(TokenData.uncounted(sizes.vocabulary), sizes.vocabulary)
+        weights = write_traced(target, model, _source(target.name, drafter, tensors, module), vocabulary)
+    return ExportedDrafter(shape, target.precision, weights, ())
 
 
-def _stored_as(found: NativeModule, one: Architecture, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Return the tensors of the module's layer by their names in a model of one layer.
+def _shape(module: LoadedModule, recorded: LayerRecorder, target: Target) -> MtpShape:
+    text, sizes = module.architecture.text, target.verifier.shape
+    found = decoder.with_layers(model_config.verifier_shape(text, None, sizes.dtype), text, recorded.layers)
+    return MtpShape(
+        hidden=sizes.hidden,
+        vocabulary=sizes.vocabulary,
+        kv_heads=found.kv_heads,
+        head_dim=found.head_dim,
+        steps=target.options.steps,
+        draft_vocabulary=sizes.vocabulary,
+        dtype=sizes.dtype,
+        hidden_states=module.found.hidden_states,
+    )
 
-    Raises CheckpointError if the module has not the tensors that its layout and the architecture need.
-    """
-    layout, config = found.layout, one.text
-    width = int(config.hidden_size)
-    parts: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,) for name in layout.parts.values()}
-    parts[f"{layout.parts[PROJECTION]}.weight"] = (width, 2 * width)
-    with torch.device("meta"), no_init_weights():
-        model = one.text_class._from_config(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
-    inner = {name.removeprefix(_LAYER): shape for name, shape in shapes.items() if name.startswith(_LAYER)}
-    expected = parts | {f"{layout.layer}{name}": shape for name, shape in inner.items()}
-    entries = {
-        name: entry for name, entry in found.entries.items() if name not in layout.copies and not name.endswith(_BUFFER)
-    }
-    here = {name: entry.shape for name, entry in entries.items()}
-    stored, needed = ({f"{found.prefix}{name}": shape for name, shape in of.items()} for of in (here, expected))
-    if problems := list(differences(stored, needed, _MOST_LISTED)):
-        raise CheckpointError(f"{checkpoint.path}: {found.description}: {'; '.join(problems)}", _DAMAGED)
-    return {f"{_LAYER}{name}": entries[f"{layout.layer}{name}"] for name in inner}
+
+def _config(module: LoadedModule, target: Target) -> DrafterConfig:
+    sizes, scale = target.verifier.shape, model_config.logit_scale(module.architecture.text)
+    return DrafterConfig(hidden_size=sizes.hidden, vocab_size=sizes.vocabulary, logit_scale=scale)
+
+
+def _tensors(network: nn.Module, module: LoadedModule) -> dict[str, StoredTensor]:
+    """Return the stored tensors of the parameters of `NativeMtp`, and of the parts of `network` that it drops."""
+    stored = module.loaded.parameters
+    layer = {**stored, **expert_tensors(network, stored)}
+    return {**module.parts, **{f"network.{parameter}": tensor for parameter, tensor in layer.items()}}
+
+
+def _source(name: str, drafter: nn.Module, tensors: Mapping[str, StoredTensor], module: LoadedModule) -> Source:
+    """Return the source of the drafter's parameters, by their names in a bundle."""
+    shapes = {parameter: tuple(value.shape) for parameter, value in drafter.named_parameters()}
+    return Source(
+        module.checkpoint,
+        {f"{stem(name)}{parameter}": shape for parameter, shape in shapes.items()},
+        {f"{stem(name)}{parameter}": tensors[parameter] for parameter in shapes},
+        stem(name),
+    )
+
+
+class NativeMtp(nn.Module):
+    """A module inside of a checkpoint: transformers' model of one layer, between norms and a projection."""
+
+    def __init__(self, network: Any, layout: Layout) -> None:
+        """Takes the layer out of `network`, whose embedding, final norm and head are replaced.
+
+        Raises UnsupportedModelError if the model changes embeddings before its first layer.
+        """
+        super().__init__()
+        body, weight = network.base_model, network.get_input_embeddings().weight
+        width = weight.shape[1]
+        self.layout = layout
+        norms: list[nn.Module] = [copy.deepcopy(body.norm) for _ in range(3)]
+        self.embedding_norm, self.hidden_norm, self.norm = norms
+        with torch.device("meta"):
+            projection = nn.Linear(2 * width, width, bias=False, dtype=weight.dtype)
+        self.projection = projection.to_empty(device="cpu").requires_grad_(False)
+        body.norm = nn.Identity()
+        network.set_input_embeddings(nn.Identity())
+        network.set_output_embeddings(nn.Identity())
+        _check_inputs(network, torch.linspace(-1, 1, width, dtype=weight.dtype)[None, None])
+        self.network = network
+
+    def forward(
+        self, hidden: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: TracedPass,
+        keep: Keep = all_rows,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the next hidden states from states [B, T, n] at `positions` and embeddings of the next tokens."""
+        pair = self.embedding_norm(embeddings), self.hidden_norm(hidden)
+        fused = self.projection(torch.cat(pair[::-1] if self.layout.hidden_first else pair, dim=-1))
+        with attend.running():
+            out = self.network.base_model(inputs_embeds=fused, position_ids=positions, use_cache=False)
+        attend.caches[:] = attend.presents[0]
+        state: torch.Tensor = keep(out.last_hidden_state)
+        return self._normed(state) if self.layout.normed else state
+
+    def readout(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the head reads of hidden states: those after the module's last norm."""
+        return hidden if self.layout.normed else self._normed(hidden)
+
+    def _normed(self, state: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(state)
+        return normed
+
+
+class BlockRows(ChainRows[TracedPass]):
+    """Rows of a draft whose attention is a forward pass of transformers' model."""
+
+    def __init__(self, recorded: LayerRecorder, *rows: torch.Tensor) -> None:
+        """recorded: how the layer attends.   rows: the arguments of `ChainRows`."""
+        super().__init__(*rows)
+        self._recorded = recorded
+
+    def _at(
+        self, places: torch.Tensor, mask: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor | None = None
+    ) -> TracedPass:
+        layers, order = self._recorded.layers, self._recorded.order
+        kv_len = self._kv_len if kv_len is None else kv_len
+        return TracedPass(layers, order, mask, places, cache_len, kv_len, self.caches)
+
+
+def _check_inputs(network: Any, given: torch.Tensor) -> None:
+    """Raise UnsupportedModelError if a model without layers does not return `given` embeddings [1, 1, n]."""
+    body = network.base_model
+    layers, body.layers = body.layers, nn.ModuleList()
+    token = CURRENT.set(LayerRecorder(1))
+    try:
+        with torch.no_grad():
+            found = body(inputs_embeds=given, position_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    finally:
+        CURRENT.reset(token)
+        body.layers = layers
+    if not torch.equal(found.last_hidden_state, given):
+        raise UnsupportedModelError(
+            f"{type(network).__name__} changes embeddings before its first layer, which its module does not"
+        )
+
+
+class _NativeDraft(TokenChain[NativeMtp]):
+    """The draft of a module inside of the verifier's checkpoint."""
+
+    def __init__(self, drafter: NativeMtp, recorded: LayerRecorder, *arguments: Any) -> None:
+        super().__init__(drafter, *arguments)
+        self.__dict__["recorded"] = recorded
+
+    def _prepare(self, drafter: NativeMtp, positions: int) -> None:
+        """Change nothing: transformers' model has single operators already."""
+
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Attend as transformers' model does."""
+        return BlockRows(self.__dict__["recorded"], *rows)

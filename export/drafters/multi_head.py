@@ -1,15 +1,17 @@
-"""Heads of one layer each on the verifier's trunk, as a torch module (Gloeckle et al. 2024, section 2).
+"""Heads of one layer each on the verifier's trunk (Gloeckle et al. 2024, section 2), and their draft graph.
 
 With z_t the output of the verifier's last layer but one at position t, M its head and N its final norm, head i has the
 logits
 
     M N(Layer_i(z_1 … z_t))                                  of the token at t + 1 + i
 
-M and N belong to the verifier. The module has a copy of N's gains, since graphs need them.
+M and N belong to the verifier. The module has a copy of N's gains, since graphs need them. One call of the graph
+catches up on rows, and the last row gives the tree of all heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +20,13 @@ from torch import nn
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint.model_config import decoder_shape
+from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, GraphRotary, Sampling
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
-from redraft.export.drafters.static_tree import Accuracies, check_heads
+from redraft.export.drafters.static_tree import Accuracies, HeadsExporter, StaticTree, check_heads
+from redraft.export.drafters.writing import Target
+from redraft.export.graph import modules, tracing
+from redraft.methods.multi_head import MultiHeadShape
+from redraft.methods.static_tree import Node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +103,62 @@ class MultiHeadDrafter(nn.Module):
         written = [layer.write(residual, part) for layer, part in zip(layers, attended, strict=True)]
         out: torch.Tensor = self.norm(torch.stack(written, dim=-2))
         return out
+
+
+class MultiHeadExporter(HeadsExporter[MultiHeadConfig]):
+    """The exporter of heads on the trunk."""
+
+    config, module = MultiHeadConfig, MultiHeadDrafter
+    heads = "draft_heads"
+
+    def random_config(self, target: Target, verifier: Any) -> MultiHeadConfig:
+        """Return the configuration of random heads, which read the hidden state of the method's specification."""
+        config = configuration_of(verifier, target.vocabulary, **self.random_heads(target.options))
+        return self.assumed(replace(config, hidden_states=self.method.hidden_states), target.options)
+
+    def shape(self, target: Target, config: MultiHeadConfig) -> MultiHeadShape:
+        """Return the graph's sizes. It has the heads that the tree reaches."""
+        sizes = self.sizes(target, config)
+        kv_heads = config.together(max(map(len, sizes["tree"]))).kv_heads
+        return MultiHeadShape(**sizes, kv_heads=kv_heads, head_dim=config.head_dim, hidden_states=config.hidden_states)
+
+    def graph(self, target: Target, module: MultiHeadDrafter, shape: MultiHeadShape) -> nn.Module:
+        """Return the draft graph's computation."""
+        tree = self.tree(module.config, target.options)
+        return _Draft(module, module.config, shape, target.verifier.shape.max_positions, tree)
+
+
+EXPORTER = MultiHeadExporter
+
+
+class _Draft(DraftGraph[MultiHeadDrafter]):
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`.
+
+    Heads that the tree does not reach are left out.
+    """
+
+    def __init__(
+        self, drafter: MultiHeadDrafter, config: MultiHeadConfig, shape: MultiHeadShape, max_positions: int,
+        tree: Mapping[Node, float],
+    ) -> None:  # fmt: skip
+        super().__init__(drafter, config, shape, max_positions)
+        self.static = StaticTree(shape, tree)
+        self._together = config.together(shape.steps)
+
+    def _prepare(self, drafter: MultiHeadDrafter, positions: int) -> None:
+        """Replace rotation and norms by single operators. All layers have the same rotation."""
+        rotary = GraphRotary(drafter.layers[0].rotary, positions, tracing.TORCH[self.shape.dtype])
+        for layer in drafter.layers:
+            layer.rotary = rotary
+        modules.replace_rms_norms(drafter)
+
+    def forward(
+        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        attention = ChainAttention(self._together, positions, pending, cache_len, kv_len, key, value)
+        states = self.drafter(features, positions, attention.catch_up(), attention.last, self.shape.steps)
+        logits = self.logits(states.squeeze(1))  # [B, N, H]
+        tree = self.static(logits, attention.last_token(tokens), sampling, tables)
+        return (*tree, logits, *attention.caches)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from redraft import names
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.drafters.candidate_tree import below, ordered_tree
+from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.draft_graph import Sampling
+from redraft.export.drafters.exporter import C, DraftExporter
+from redraft.export.drafters.level_tree import below, ordered_tree
+from redraft.export.drafters.writing import Target
 from redraft.export.graph import tracing
 from redraft.methods.static_tree import MOST_HEADS, Node, StaticTreeBuild, StaticTreeShape, best_tree
 
@@ -68,6 +74,48 @@ def tree_of(heads: int, measured: Accuracies, options: StaticTreeBuild, drafted:
     return best_tree([shares[:width] for shares in measured[:steps]], options.nodes)
 
 
+class HeadsExporter(DraftExporter[C]):
+    """The base of exporters of heads.   heads: field of the configuration with their number.
+
+    The configuration also has `rank_accuracies`.
+    """
+
+    heads: ClassVar[str]
+    logits = names.CHAIN_LOGITS
+
+    def configure(self, drafter: DrafterCheckpoint, options: StaticTreeBuild) -> C:
+        """Return the drafter's configuration. Raises like `tree_of` if its heads do not cover the options."""
+        config = super().configure(drafter, options)
+        self.tree(config, options)
+        return config
+
+    def tree(self, config: Any, options: StaticTreeBuild) -> dict[Node, float]:
+        """Return the tree of a drafter. Raises like `tree_of`."""
+        drafted = config.limited(options.draft_vocabulary)
+        return tree_of(getattr(config, self.heads), config.rank_accuracies, options, drafted)
+
+    def random_heads(self, options: StaticTreeBuild) -> dict[str, int]:
+        """Return the number of heads of a random drafter, if it is not the configuration's usual one."""
+        return {self.heads: options.steps} if options.steps else {}
+
+    def assumed(self, config: Any, options: StaticTreeBuild) -> C:
+        """Return the configuration of a random drafter with the accuracies that its tree is made of."""
+        accuracies = assumed_accuracies(getattr(config, self.heads), config.vocab_size, options.width)
+        found: C = replace(config, rank_accuracies=accuracies)
+        return found
+
+    def sizes(self, target: Target, config: Any) -> dict[str, Any]:
+        """Return the fields of a `StaticTreeShape`."""
+        return dict(
+            hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
+            tree=tuple(self.tree(config, target.options)),
+            draft_vocabulary=config.limited(target.options.draft_vocabulary),
+            draft_logit_scale=config.draft_logit_scale,
+            dtype=target.dtype,
+        )
+
+
 class StaticTree(nn.Module):
     """Makes the tree from the heads' logits.
 
@@ -103,7 +151,7 @@ class StaticTree(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, parents and joint log probabilities [B, K] from logits [B, N, H] and roots [B, 1]."""
         shape, drawn = self.shape, sampling.drawn[:, None] > 0
-        z = sampling.noisy(logits, tables) * sampling.scale[:, None, None]
+        z = sampling.scaled(logits, tables)
         best, columns = z.topk(shape.width, -1)  # [B, N, R]
         log_probs = (best - torch.logsumexp(z, -1, keepdim=True)).flatten(1).index_select(1, self.candidates)
         columns = columns.flatten(1).index_select(1, self.candidates)  # [B, K - 1]

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from redraft.errors import UnsupportedModelError
+from redraft.export.graph import tracing
 
 _UP, _GATE, _DOWN = "up_proj", "gate_proj", "down_proj"
 _CURRENT: ContextVar[Sequence[torch.Tensor] | None] = ContextVar("redraft_biases", default=None)
@@ -59,6 +60,20 @@ class Steering(nn.Module):
             yield
         finally:
             _CURRENT.reset(token)
+
+
+class SteerGraph(nn.Module):
+    """The computation of the graph `steer`, with inputs and outputs in the order of `steer_inputs`, `steer_outputs`."""
+
+    def __init__(self, steering: Steering) -> None:
+        super().__init__()
+        self.steering = steering
+
+    def forward(
+        self, features: list[torch.Tensor], positions: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        biases = self.steering(torch.cat(features, dim=-1), positions)
+        return biases, tracing.gather_rows(biases, last)
 
 
 def steer(decoder: nn.Module, layers: int) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ from redraft.export.checkpoint.base import AnyCheckpoint, TensorEntry, row_slice
 from redraft.export.checkpoint.safetensors import Checkpoint
 
 if TYPE_CHECKING:
+    from redraft.export.checkpoint.stored_grid import StoredGrid
     from redraft.export.gguf.file import Header, Stored
     from redraft.export.gguf.names import Parameter, TensorMap
-    from redraft.export.quantization.rounding import StoredGrid
 
 SUFFIX = ".gguf"
 CONVERTED = "GGUF "
@@ -97,11 +97,6 @@ class GgufCheckpoint:
         return sum(entry.length for entry in self.tensors.values())
 
     @property
-    def is_safetensors(self) -> bool:
-        """False: transformers would read the whole file into memory."""
-        return False
-
-    @property
     def readable(self) -> tuple[str, ...]:
         """The types of the file's entries. `read_header` refuses others."""
         return tuple(sorted({entry.dtype for entry in self.tensors.values()}))
@@ -128,15 +123,12 @@ class GgufCheckpoint:
 
     def grid(self, entry: TensorEntry) -> StoredGrid | None:
         """Return the grid that a tensor is stored on, None for numbers."""
-        from redraft.export.gguf.grids import BITS, BLOCKS, MINIMA, ZEROS, decode
-        from redraft.export.quantization.rounding import StoredGrid
+        from redraft.export.gguf.grids import stored_grid
 
         parameter = self.parameters[entry.name]
-        kind = parameter.stored.type
-        if kind not in (*ZEROS, *MINIMA) or parameter.whole or len(entry.shape) < 2:
+        if parameter.whole or len(entry.shape) < 2:
             return None
-        read = lambda: (decode(packed, kind) for packed in self._packed(entry))  # noqa: E731
-        return StoredGrid(BITS.get(kind, 8), BLOCKS.get(kind, 32), kind in ZEROS, read)
+        return stored_grid(parameter.stored.type, lambda: self._packed(entry))
 
     def digest(self, file: str) -> str:
         """Return the file's SHA-256, hexadecimal."""

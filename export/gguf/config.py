@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export.checkpoint.base import DOWNLOAD_AGAIN
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, last_line
 from redraft.export.gguf.file import AS_FOLDER, Header, StoredArray
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -66,7 +66,6 @@ SIZES = (*POSITIVE, "attention.head_count_kv", "feed_forward_length", "attention
          "expert_feed_forward_length", "expert_shared_feed_forward_length")  # fmt: skip
 """Keys that hold a whole number, or one for each layer."""
 LARGEST_SIZE = (1 << 31) - 1
-LONGEST_REASON = 200
 NUMBERS = ("epsilon", "freq_base", "freq_base_swa", "softcapping", "factor", "expert_weights_scale")
 """Last words of keys that hold a finite number."""
 
@@ -92,7 +91,10 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
             values[default.attribute_map.get(field, field)] = value
     scaled = factors is not None and bool((factors != 1).any())
     values |= _rope(stated, default, values, factors if scaled else None)
-    config = _config(header, values)
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(dict(values))
+    except Exception as error:  # configurations raise many types
+        raise CheckpointError(f"{header.path} has invalid metadata ({last_line(error)})", DOWNLOAD_AGAIN) from error
     for key, value in stated.items():
         if value != _found(config, key) and not _changes_nothing(key, value, stated):
             raise UnsupportedModelError(
@@ -162,7 +164,8 @@ def _check_values(header: Header, stated: dict[str, Any]) -> None:
 
     A model is made of these sizes before its tensors are compared with the file's.
     """
-    limits = {"block_count": len(header.tensors), "expert_count": _most_experts(header)}
+    most_experts = max((tensor.shape[0] for tensor in header.tensors if len(tensor.shape) > 2), default=0)
+    limits = {"block_count": len(header.tensors), "expert_count": most_experts}
     for key, value in stated.items():
         if key in SIZES:
             least, most = int(key in POSITIVE), limits.get(key, LARGEST_SIZE)
@@ -173,13 +176,9 @@ def _check_values(header: Header, stated: dict[str, Any]) -> None:
             raise _invalid(header, key, f"{value!r:.60}", "a number")
 
 
-def _most_experts(header: Header) -> int:
-    return max((tensor.shape[0] for tensor in header.tensors if len(tensor.shape) > 2), default=0)
-
-
-def _invalid(header: Header, key: str, found: str, expected: str) -> CheckpointError:
+def _invalid(header: Header, key: str, value: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{header.path}: {header.architecture}.{key} is {found}, expected {expected}", DOWNLOAD_AGAIN
+        f"{header.path}: {header.architecture}.{key} is {value}, expected {expected}", DOWNLOAD_AGAIN
     )
 
 
@@ -194,35 +193,22 @@ def _rope(
     stated: dict[str, Any], default: PretrainedConfig, values: dict[str, Any], factors: NDArray[np.float32] | None
 ) -> dict[str, Any]:
     """Return fields of the rotary embedding that transformers leaves out."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if "rope.freq_base" in stated:
-        found["rope_theta"] = stated["rope.freq_base"]
+        fields["rope_theta"] = stated["rope.freq_base"]
     if "rope.freq_base_swa" in stated:
-        found["rope_local_base_freq"] = stated["rope.freq_base_swa"]
+        fields["rope_local_base_freq"] = stated["rope.freq_base_swa"]
     if "rope.dimension_count" in stated and "partial_rotary_factor" in (
         getattr(default, "rope_parameters", None) or {}
     ):
         head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-        found["partial_rotary_factor"] = stated["rope.dimension_count"] / head_dim
+        fields["partial_rotary_factor"] = stated["rope.dimension_count"] / head_dim
     if factors is not None:
-        found["rope_scaling"] = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
+        fields["rope_scaling"] = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
     elif stated.get("rope.scaling.type", "none") != "none":
         scaling = {name: stated.get(f"rope.scaling.{key}") for key, name in ROPE_SCALING.items()}
-        found["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None}
-    return found
-
-
-def _config(header: Header, values: dict[str, Any]) -> PretrainedConfig:
-    try:
-        return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
-    except Exception as error:  # configurations raise many types
-        raise CheckpointError(f"{header.path} has invalid metadata ({last_line(error)})", DOWNLOAD_AGAIN) from error
-
-
-def last_line(error: BaseException) -> str:
-    """Return the last line of an error that transformers raised, else its type: at most LONGEST_REASON characters."""
-    text = str(error).strip()
-    return text.splitlines()[-1].strip()[:LONGEST_REASON] if text else type(error).__name__
+        fields["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None}
+    return fields
 
 
 def _found(config: PretrainedConfig, key: str) -> Any:

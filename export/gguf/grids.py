@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.export.quantization.rounding import SYMMETRIC, Coded, Grid
+from redraft.export.checkpoint.stored_grid import SYMMETRIC, Coded, Grid, StoredGrid
 
-ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32}
-"""The code of the number zero, of types without a minimum."""
+SYMMETRIC_TYPES = ("Q4_0", "Q5_0", "Q8_0", "Q6_K")
+"""Types without a minimum."""
 MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 """Types whose blocks have a minimum."""
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4}
-"""Bits that the codes need; 8 for other types."""
-BLOCKS = {"Q6_K": 16}
-"""Numbers that share a scale; 32 for other types."""
 _ONE = np.frombuffer(np.float16(1).tobytes(), np.uint8)
 _UNIT_SCALES = np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], np.uint8)
 """Packed 6-bit scales and minima of a K type: eight scales of one, eight minima of zero."""
+
+
+def stored_grid(kind: str, packed: Callable[[], Iterable[NDArray[np.uint8]]]) -> StoredGrid | None:
+    """Return the grid of a matrix of a type, None for numbers. `packed` gives its bytes, some rows at a time."""
+    if kind not in (*SYMMETRIC_TYPES, *MINIMA):
+        return None
+    slabs = lambda: (decode(part, kind) for part in packed())  # noqa: E731
+    return StoredGrid(_bits(kind), 16 if kind == "Q6_K" else 32, kind in SYMMETRIC_TYPES, slabs)
+
+
+def _bits(kind: str) -> int:
+    """Return the bits of the operator's codes that hold a type's codes."""
+    return 4 if kind.startswith("Q4_") else 8
 
 
 def decode(packed: NDArray[np.uint8], kind: str) -> Coded:
@@ -30,14 +41,13 @@ def decode(packed: NDArray[np.uint8], kind: str) -> Coded:
     blocks = packed.reshape(-1, gguf.GGML_QUANT_SIZES[number][1]).copy()
     scales, minima = _unit_blocks(blocks, kind)
     values = gguf.dequantize(blocks.reshape(packed.shape), number)
-    scales, bits = scales.reshape(len(packed), -1), BITS.get(kind, 8)
+    scales, bits = scales.reshape(len(packed), -1), _bits(kind)
     if minima is not None:
-        return values.astype(np.uint8).reshape(len(packed), -1), Grid.from_minima(
-            scales, minima.reshape(scales.shape), bits
-        )
-    values += SYMMETRIC[bits]
-    zeros = np.full(scales.shape, SYMMETRIC[bits], np.uint8)
-    return values.astype(np.uint8).reshape(len(packed), -1), Grid(scales, zeros)
+        grid = Grid.from_minima(scales, minima.reshape(scales.shape), bits)
+    else:
+        values += SYMMETRIC[bits]
+        grid = Grid(scales, np.full(scales.shape, SYMMETRIC[bits], np.uint8))
+    return values.astype(np.uint8).reshape(len(packed), -1), grid
 
 
 def _unit_blocks(blocks: NDArray[np.uint8], kind: str) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:

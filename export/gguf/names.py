@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export.checkpoint.base import DOWNLOAD_AGAIN
-from redraft.export.gguf.config import ROPE_FACTORS, last_line
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, last_line
+from redraft.export.gguf.config import ROPE_FACTORS
 from redraft.export.gguf.file import AS_FOLDER, PLAIN_TYPES, Header, Stored
 
 EXPERTS = re.compile(r"blk\.\d+\.ffn_(?P<part>gate|up|down)_exps\.weight")
@@ -82,7 +82,13 @@ class TensorMap:
                 continue
             target = targets.get(stored.name) or targets.get(stored.name.removesuffix(".weight"))
             for parameter in self._parameters(stored, target):
-                self._check_shape(parameter, shapes)
+                expected = shapes.get(parameter.name)
+                if parameter.shape != expected:
+                    raise CheckpointError(
+                        f"{self.header.path}: tensor {stored.name} is {list(parameter.shape)}, the metadata require "
+                        f"{'none' if expected is None else list(expected)}",
+                        DOWNLOAD_AGAIN,
+                    )
                 found[parameter.name] = parameter
         tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
         missing = [name for name in shapes if name not in found and name not in tied]
@@ -129,39 +135,27 @@ class TensorMap:
         rows = stored.shape[0] if stored.shape else 1
         probe = np.arange(rows, dtype=np.float64) if len(stored.shape) < 2 else np.arange(2.0 * rows).reshape(rows, 2)
         try:
-            found = self.process(stored.name, probe)
+            processed = self.process(stored.name, probe)
         except ValueError:  # the processor needs the tensor's own width
             return None, True
-        if np.array_equal(found, probe):
+        if np.array_equal(processed, probe):
             return None, False
-        if found.ndim < 2 or found.shape != probe.shape or not np.array_equal(np.sort(found, 0), probe):
+        if processed.ndim < 2 or processed.shape != probe.shape or not np.array_equal(np.sort(processed, 0), probe):
             return None, True
-        order = (found[:, 0] / 2).astype(np.intp)
-        return (order, False) if np.array_equal(probe[order], found) else (None, True)
-
-    def _check_shape(self, parameter: Parameter, shapes: dict[str, tuple[int, ...]]) -> None:
-        expected = shapes.get(parameter.name)
-        if parameter.shape != expected:
-            raise CheckpointError(
-                f"{self.header.path}: tensor {parameter.source} is {list(parameter.shape)}, the metadata require "
-                f"{'none' if expected is None else list(expected)}",
-                DOWNLOAD_AGAIN,
-            )
+        order = (processed[:, 0] / 2).astype(np.intp)
+        return (order, False) if np.array_equal(probe[order], processed) else (None, True)
 
 
 def _saved(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of a parameter in the form of `save_pretrained`: separate matrices for each expert."""
-    fused = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    if not fused:
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         yield name, shape
         return
     experts, rows, columns = shape
+    parts = ("down",) if name.endswith("down_proj") else ("gate", "up")
     for index in range(experts):
-        if name.endswith("down_proj"):
-            yield _expert(name, index, "down"), (rows, columns)
-        else:
-            yield _expert(name, index, "gate"), (rows // 2, columns)
-            yield _expert(name, index, "up"), (rows // 2, columns)
+        for part in parts:
+            yield _expert(name, index, part), (rows // len(parts), columns)
 
 
 def _expert(fused: str, index: int, part: str) -> str:

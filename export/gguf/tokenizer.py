@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export.checkpoint.base import DOWNLOAD_AGAIN
-from redraft.export.gguf.config import TOKENS, header_for_transformers, last_line
+from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, last_line
+from redraft.export.gguf.config import TOKENS, header_for_transformers
 from redraft.export.gguf.file import AS_FOLDER, Header
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"

@@ -1,7 +1,7 @@
 """transformers' attention and mask interfaces, which record or trace the inputs of every layer's attention.
 
 A forward pass runs twice. The first pass computes nothing: `LayerRecorder` finds each layer's sizes and mask. torch
-traces the second pass, in which each call becomes a `redraft::TreeAttention` (`export.tracing`).
+traces the second pass, in which each call becomes a `redraft::TreeAttention` (`traced_pass`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -29,6 +29,9 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from redraft.errors import RedraftError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from redraft.export.graph.traced_pass import TracedPass
 
 INTERFACE = "redraft_tree"
 HARMLESS = {
@@ -97,20 +100,8 @@ class AttentionCall:
         return type(self.module).__name__
 
 
-class ForwardPass(Protocol):
-    """Handles masks and attention calls of a running forward pass."""
-
-    def mask(self, mask_function: Callable[..., Any]) -> Any:
-        """Return the object that the layers get as their mask."""
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return the attention's result, [B, T, Hq, Dv]."""
-
-    def positions_of(self, like: torch.Tensor) -> torch.Tensor:
-        """Return positions [B, T] of tokens with hidden states [B, T, n]."""
-
-
-CURRENT: ContextVar[ForwardPass] = ContextVar("redraft_pass")
+CURRENT: ContextVar[LayerRecorder | TracedPass] = ContextVar("redraft_pass")
+"""The running forward pass, which handles masks and attention calls."""
 
 
 def current_positions(like: torch.Tensor) -> torch.Tensor:
@@ -195,14 +186,14 @@ class LayerRecorder:
         if id(call.module) in self.order:
             raise UnsupportedModelError(f"a {call.name} attends twice in one pass")
         self.order[id(call.module)] = len(self.layers)
-        mask_found = next((mask for stand_in, mask in self._masks if stand_in is call.mask), None)
-        if mask_found is None:
+        layer_mask_of = next((mask for stand_in, mask in self._masks if stand_in is call.mask), None)
+        if layer_mask_of is None:
             what = "attends without a mask" if call.mask is None else "makes its own attention mask"
             raise UnsupportedModelError(f"{call.name} {what}, which does not fit a token tree")
-        found = mask_found()
-        if call.window and found.window not in (0, call.window):
-            raise UnsupportedModelError(f"{call.name} has a window of {call.window} and a mask of {found.window}")
-        mask = Mask(found.window or call.window, found.chunk)
+        layer_mask = layer_mask_of()
+        if call.window and layer_mask.window not in (0, call.window):
+            raise UnsupportedModelError(f"{call.name} has a window of {call.window} and a mask of {layer_mask.window}")
+        mask = Mask(layer_mask.window or call.window, layer_mask.chunk)
         mask = Mask(0 if mask.window >= self._positions else mask.window, mask.chunk)
         self.layers.append(
             LayerAttention(call.query.shape[1], call.key.shape[1], key_dim(call), mask, call.sinks is not None)

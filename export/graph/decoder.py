@@ -64,14 +64,10 @@ def trace_decoder(
         parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
         tied = tied_names(network)
         embedding, head = vocabulary_parameters(network)
-        tensors = _tensors(network, loaded) if loaded else {}
+        # Experts are split, and other names stay.
+        tensors = {**loaded.parameters, **expert_tensors(network, loaded.parameters)} if loaded else {}
     _name_parameters(model, parameters, tied)
     return TracedDecoder(model, shape, parameters, tensors, embedding, head)
-
-
-def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:
-    """Return the stored tensors of the network's parameters: experts are split, and other names stay."""
-    return {**loaded.parameters, **expert_tensors(network, loaded.parameters)}
 
 
 def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str, str]) -> None:
@@ -126,28 +122,26 @@ def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence
 def check_positions(model: ir.Model, config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError if the traced model counts positions itself and ignores its `positions` input."""
     common.RemoveUnusedNodesPass()(model)
-    counted = [node for node in model.graph if node.op_type in ("Range", "CumSum") and _counts(node)]
-    if counted:
-        raise UnsupportedModelError(
-            f"{config.model_type} counts token positions itself, which is wrong for the nodes of a token tree",
-            DECODERS_ONLY,
-        )
-
-
-def _counts(node: ir.Node) -> bool:
-    """Return True if the model's code makes positions, not a constant or the index of a translated slice write."""
-    written = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
-    return any(name in written for name in ("aten.arange", "aten.cumsum")) and not _is_constant(node)
+    for node in model.graph:
+        # The model's code made it, if it is no constant and no index of a translated slice write.
+        origin = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
+        counts = any(name in origin for name in ("aten.arange", "aten.cumsum"))
+        if node.op_type in ("Range", "CumSum") and counts and not _is_constant(node):
+            raise UnsupportedModelError(
+                f"{config.model_type} counts token positions itself, which is wrong for the nodes of a token tree",
+                DECODERS_ONLY,
+            )
 
 
 def _is_constant(node: ir.Node) -> bool:
-    """Return True if all inputs of a node are constants."""
-    return all(value is None or value.const_value is not None or _made_of_constants(value) for value in node.inputs)
-
-
-def _made_of_constants(value: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and (node.op_type == "Constant" or (bool(node.inputs) and _is_constant(node)))
+    """Return True if all inputs of a node are computed from constants."""
+    for value in node.inputs:
+        if value is None or value.const_value is not None:
+            continue
+        producer = value.producer()
+        if producer is None or (producer.op_type != "Constant" and not (producer.inputs and _is_constant(producer))):
+            return False
+    return True
 
 
 def tied_names(network: nn.Module) -> dict[str, str]:

@@ -26,8 +26,13 @@ class UnrolledExperts(nn.Module):
     def __init__(self, fused: Any) -> None:
         super().__init__()
         count = len(fused.down_proj)
-        self.separate_gate = _has_separate_gate(fused)
-        shapes = _shapes(fused, self.separate_gate)
+        standard = getattr(type(fused), "_apply_gate", None) is _default_apply_gate
+        # Gate and up are then the halves of one stored matrix, multiplied after the activation.
+        self.separate_gate = bool(fused.has_gate and standard and not fused.is_transposed and not fused.has_bias)
+        shapes = {name: tuple(p.shape[1:]) for name, p in fused.named_parameters(recurse=False) if p.dim() == 3}
+        if self.separate_gate:
+            twice, width = shapes.pop("gate_up_proj")
+            shapes = {"gate_proj": (twice // 2, width), "up_proj": (twice // 2, width), **shapes}
         self.experts = nn.ModuleList(
             nn.ModuleDict({name: _Product(shape, fused) for name, shape in shapes.items()}) for _ in range(count)
         )
@@ -49,13 +54,12 @@ class UnrolledExperts(nn.Module):
 
     def _hidden(self, expert: Any, x: torch.Tensor) -> torch.Tensor:
         """The expert's inner activations."""
-        if self.separate_gate:
-            gated: torch.Tensor = self.activation(expert["gate_proj"](x)) * expert["up_proj"](x)
-            return gated
         gate: Any = self.__dict__["_gate"]
-        hidden: torch.Tensor = (
-            self.activation(expert["up_proj"](x)) if gate is None else gate(expert["gate_up_proj"](x))
-        )
+        hidden: torch.Tensor
+        if self.separate_gate:
+            hidden = self.activation(expert["gate_proj"](x)) * expert["up_proj"](x)
+        else:
+            hidden = self.activation(expert["up_proj"](x)) if gate is None else gate(expert["gate_up_proj"](x))
         return hidden
 
 
@@ -76,21 +80,6 @@ class _Product(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def _has_separate_gate(fused: Any) -> bool:
-    """Return True if gate and up are the halves of one stored matrix, multiplied after the activation."""
-    standard = getattr(type(fused), "_apply_gate", None) is _default_apply_gate
-    return bool(fused.has_gate and standard and not fused.is_transposed and not fused.has_bias)
-
-
-def _shapes(fused: Any, separate_gate: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an expert's weights by name."""
-    shapes = {name: tuple(p.shape[1:]) for name, p in fused.named_parameters(recurse=False) if p.dim() == 3}
-    if separate_gate:
-        twice, width = shapes.pop("gate_up_proj")
-        shapes = {"gate_proj": (twice // 2, width), "up_proj": (twice // 2, width), **shapes}
-    return shapes
-
-
 def unroll_experts(model: nn.Module) -> None:
     """Replace every module whose experts transformers computes through its experts interface."""
     for parent in list(model.modules()):
@@ -101,27 +90,20 @@ def unroll_experts(model: nn.Module) -> None:
 
 def expert_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the stored tensors of all unrolled experts' parameters, by their names in `model`."""
-    found: dict[str, StoredTensor] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, UnrolledExperts):
-            for index in range(len(module.experts)):
-                for name, tensor in _expert(module, stored, prefix, index).items():
-                    found[f"{prefix}.experts.{index}.{name}"] = tensor
-    return found
-
-
-def _expert(
-    module: UnrolledExperts, stored: Mapping[str, StoredTensor], prefix: str, index: int
-) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
-    for name, product in module.experts[index].items():  # type: ignore[operator]
-        if name in ("gate_proj", "up_proj") and module.separate_gate:
-            rows = len(product.weight)
-            begin = 0 if name == "gate_proj" else rows
-            fused = select(stored[f"{prefix}.gate_up_proj"], index)
-            tensors[f"{name}.weight"] = narrow(fused, begin, begin + rows)
+    for prefix, module in model.named_modules():
+        if not isinstance(module, UnrolledExperts):
             continue
-        tensors[f"{name}.weight"] = select(stored[f"{prefix}.{name}"], index)
-        if product.bias is not None:
-            tensors[f"{name}.bias"] = select(stored[f"{prefix}.{name}_bias"], index)
+        for index, expert in enumerate(module.experts):
+            for name, product in expert.items():  # type: ignore[operator]
+                place = f"{prefix}.experts.{index}.{name}"
+                if module.separate_gate and name in ("gate_proj", "up_proj"):
+                    rows = len(product.weight)
+                    begin = 0 if name == "gate_proj" else rows
+                    fused = select(stored[f"{prefix}.gate_up_proj"], index)
+                    tensors[f"{place}.weight"] = narrow(fused, begin, begin + rows)
+                    continue
+                tensors[f"{place}.weight"] = select(stored[f"{prefix}.{name}"], index)
+                if product.bias is not None:
+                    tensors[f"{place}.bias"] = select(stored[f"{prefix}.{name}_bias"], index)
     return tensors

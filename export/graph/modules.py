@@ -28,9 +28,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-@rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x)
+rms_norm.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 @torch.library.custom_op("redraft::rotary", mutates_args=())
@@ -45,17 +43,13 @@ def rotary(
     batch, nodes, _ = x.shape
     half = cos.shape[1]
     split = x.view(batch, nodes, heads, -1)
-    first, second, kept = split[..., :half], split[..., half : 2 * half], split[..., 2 * half :]
+    first, second, rest = split[..., :half], split[..., half : 2 * half], split[..., 2 * half :]
     c, s = cos[positions][:, :, None], sin[positions][:, :, None]
-    turned = torch.cat([first * c - second * s, second * c + first * s, kept], -1)
+    turned = torch.cat([first * c - second * s, second * c + first * s, rest], -1)
     return turned.reshape(batch, nodes, -1)
 
 
-@rotary.register_fake
-def _(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int, rotated: int
-) -> torch.Tensor:
-    return torch.empty_like(x)
+rotary.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 def emit_rms_norm(x: Any, weight: Any, eps: float) -> Any:
@@ -115,31 +109,21 @@ def fix_rotary_lengths(model: nn.Module) -> None:
             module.forward = MethodType(torch.no_grad()(plain), module)
 
 
-class RotaryTables:
-    """Cosines and sines of every position, computed by the model's own rotary module, and the modules that use them."""
-
-    def __init__(self, module: nn.Module, positions: int, layer_type: str | None) -> None:
-        extra = () if layer_type is None else (layer_type,)
-        cos, sin = module(torch.zeros(1, 1), torch.arange(positions)[None], *extra)
-        self.cos, self.sin = cos[0], sin[0]  # [P, R]
-        self.half_cos, self.half_sin = (t[:, : t.shape[1] // 2].contiguous() for t in (self.cos, self.sin))
-
-    def rotates_halves(self, apply: Callable[..., Any]) -> bool:
-        """Return True if `apply(q, k, cos, sin)` equals the result of `rotary` from these tables."""
-        generator = torch.Generator().manual_seed(0)
-        rows = min(len(self.cos), 5)
-        q = torch.randn(1, 2, rows, self.cos.shape[1], generator=generator)
-        try:
-            expected, _ = apply(q, q, self.cos[None, :rows], self.sin[None, :rows])
-        except (RuntimeError, TypeError):  # another layout of the tables, or another signature
-            return False
-        flat = q.transpose(1, 2).reshape(1, rows, -1)
-        found = rotary(flat, self.half_cos, self.half_sin, torch.arange(rows)[None], 2, 0)
-        return _agree(expected.transpose(1, 2).reshape(1, rows, -1), found)
+def _rotates_halves(apply: Callable[..., Any], cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Return True if `apply(q, k, cos, sin)` equals `rotary` by these tables [P, R] of every position."""
+    rows, half = min(len(cos), 5), cos.shape[1] // 2
+    q = torch.randn(1, 2, rows, cos.shape[1], generator=torch.Generator().manual_seed(0))
+    try:
+        expected, _ = apply(q, q, cos[None, :rows], sin[None, :rows])
+    except (RuntimeError, TypeError):  # another layout of the tables, or another signature
+        return False
+    flat = q.transpose(1, 2).reshape(1, rows, -1)
+    rotated = rotary(flat, cos[:, :half].contiguous(), sin[:, :half].contiguous(), torch.arange(rows)[None], 2, 0)
+    return _agree(expected.transpose(1, 2).reshape(1, rows, -1), rotated)
 
 
-def _agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    return bool((expected - found).abs().max() <= PROBE_ERROR * expected.abs().max())
+def _agree(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    return bool((expected - actual).abs().max() <= PROBE_ERROR * expected.abs().max())
 
 
 @contextmanager
@@ -154,46 +138,40 @@ def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
     apply = getattr(source, "apply_rotary_pos_emb", None)
     with ExitStack() as stack:
         if module is not None and apply is not None and not hasattr(module, "layer_types"):
-            tables = RotaryTables(module, max_positions, None)
-            if tables.rotates_halves(apply):
-                model.register_buffer("rotary_cos", tables.half_cos.to(model.dtype), persistent=False)
-                model.register_buffer("rotary_sin", tables.half_sin.to(model.dtype), persistent=False)
-                latest = _Latest(module.forward)
-                stack.enter_context(mock.patch.object(module, "forward", latest))
-                stack.enter_context(mock.patch.object(source, "apply_rotary_pos_emb", _apply_by(model, latest, apply)))
+            cos, sin = (table[0] for table in module(torch.zeros(1, 1), torch.arange(max_positions)[None]))
+            if _rotates_halves(apply, cos, sin):
+                for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+                    half = table[:, : table.shape[1] // 2].contiguous().to(model.dtype)
+                    model.register_buffer(name, half, persistent=False)
+                single = _SingleRotation(model, module.forward, apply)
+                stack.enter_context(mock.patch.object(module, "forward", single.forward))
+                stack.enter_context(mock.patch.object(source, "apply_rotary_pos_emb", single.apply))
         yield
 
 
-class _Latest:
-    """A rotary module's forward pass that stores its latest positions and results."""
+class _SingleRotation:
+    """Replaces a rotary module's forward pass, and the function that applies its cosines and sines."""
 
-    def __init__(self, forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._forward = forward
-        self.positions: torch.Tensor | None = None
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+    def __init__(self, model: Any, forward: Callable[..., Any], apply: Callable[..., Any]) -> None:
+        self._model, self._forward, self._apply = model, forward, apply
+        self._positions = torch.empty(0)
+        self._latest: tuple[Any, Any] = (None, None)
 
-    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.positions, self.given = position_ids, self._forward(x, position_ids)
-        return self.given
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the module's cosines and sines, and store them and their positions."""
+        self._positions, self._latest = position_ids, self._forward(x, position_ids)
+        return self._latest
 
-    def returned(self, cos: Any, sin: Any) -> bool:
-        """Return True if these are the tensors that the latest call returned."""
-        return self.given is not None and cos is self.given[0] and sin is self.given[1]
+    def apply(self, q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        """Rotate by the operator if these are the latest cosines and sines, else as the model does."""
+        if unsqueeze_dim != 1 or cos is not self._latest[0] or sin is not self._latest[1]:
+            return self._apply(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return self._rotated(q), self._rotated(k)
 
-
-def _apply_by(model: Any, latest: _Latest, own: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-        if unsqueeze_dim != 1 or not latest.returned(cos, sin):
-            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        turned = []
-        for x in (q, k):
-            batch, heads, nodes, size = x.shape
-            flat = x.transpose(1, 2).reshape(batch, nodes, heads * size)
-            rotated = 2 * model.rotary_cos.shape[1]
-            part = rotated if rotated < size else 0
-            assert latest.positions is not None
-            flat = rotary(flat, model.rotary_cos, model.rotary_sin, latest.positions, heads, part)
-            turned.append(flat.view(batch, nodes, heads, size).transpose(1, 2))
-        return turned[0], turned[1]
-
-    return apply
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        batch, heads, nodes, size = x.shape
+        cos, sin = self._model.rotary_cos, self._model.rotary_sin
+        rotated = 2 * cos.shape[1]
+        flat = x.transpose(1, 2).reshape(batch, nodes, heads * size)
+        turned: torch.Tensor = rotary(flat, cos, sin, self._positions, heads, rotated if rotated < size else 0)
+        return turned.view(batch, nodes, heads, size).transpose(1, 2)

@@ -113,12 +113,12 @@ class _Mask:
 def _keep_masks(model_type: str) -> None:
     """Let a model that converts its mask pass on the interface's mask."""
     modeling = _modeling(model_type)
-    made = modeling.create_causal_mask
-    if getattr(made, "keeps_masks", False):
+    create_mask = modeling.create_causal_mask
+    if getattr(create_mask, "keeps_masks", False):
         return
 
     def create_causal_mask(config: Any, **arguments: Any) -> Any:
-        mask = made(config=config, **arguments)
+        mask = create_mask(config=config, **arguments)
         return _Mask(mask) if config._attn_implementation == INTERFACE else mask
 
     create_causal_mask.keeps_masks = True  # type: ignore[attr-defined]

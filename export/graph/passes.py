@@ -1,8 +1,7 @@
 """Graph passes after tracing: fewer products, no reshapes or transposes that move nothing, no shape arithmetic.
 
 They use facts of the graph (known shapes, shared inputs), never an architecture's names. Weights stay references into
-the
-checkpoint: the graph concatenates them.
+the checkpoint: the graph concatenates them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 from onnx_ir.passes import Sequential, common
+from onnx_ir.tape import Tape
+
+from redraft.export.graph.edit import constant_ints, typed
 
 
 def simplify(model: ir.Model) -> None:
@@ -55,7 +57,7 @@ def simplify_reshapes(model: ir.Model) -> None:
             _replace(node, source)
         elif (target := _constant_target(have, want)) is not None:
             node.attributes.pop("allowzero", None)
-            node.replace_input_with(1, _constant(model, target))
+            node.replace_input_with(1, constant_ints(model, target))
 
 
 def _constant_target(have: list[int | ir.SymbolicDim], want: list[int | ir.SymbolicDim]) -> list[int] | None:
@@ -85,20 +87,20 @@ def expand_gemms(model: ir.Model) -> None:
     """Write a Gemm as a product and a sum, which other passes know, with a transpose before them if transB is set."""
     for node in _nodes(model, "Gemm"):
         plain = all(node.attributes[n].as_float() == 1.0 for n in ("alpha", "beta") if n in node.attributes)
-        if not plain or _flag(node, "transA"):
+        turned = {n for n in ("transA", "transB") if n in node.attributes and node.attributes[n].as_int()}
+        if not plain or "transA" in turned:
             continue
-        turned = [ir.node("Transpose", [node.inputs[1]], {"perm": [1, 0]})] if _flag(node, "transB") else []
-        nodes = [ir.node("MatMul", [node.inputs[0], turned[0].outputs[0] if turned else node.inputs[1]])]
-        if len(node.inputs) > 2 and node.inputs[2] is not None:
-            nodes.append(ir.node("Add", [nodes[0].outputs[0], node.inputs[2]]))
-        for part in nodes:
-            part.outputs[0].shape, part.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
-        model.graph.insert_before(node, [*turned, *nodes])
-        _replace(node, nodes[-1].outputs[0])
-
-
-def _flag(node: ir.Node, name: str) -> bool:
-    return name in node.attributes and node.attributes[name].as_int() != 0
+        tape, result = Tape(), node.outputs[0]
+        left, right, *bias = node.inputs
+        if turned:
+            right = tape.op("Transpose", [right], {"perm": [1, 0]})
+        value = tape.op("MatMul", [left, right])
+        value.shape, value.type = result.shape, result.type
+        if bias and bias[0] is not None:
+            value = tape.op("Add", [value, bias[0]])
+            value.shape, value.type = result.shape, result.type
+        model.graph.insert_before(node, tape.nodes)
+        _replace(node, value)
 
 
 def merge_products(model: ir.Model) -> None:
@@ -123,34 +125,28 @@ def weight_of(product: ir.Node) -> ir.Value | None:
 
 
 def _merge(model: ir.Model, products: list[ir.Node]) -> None:
-    weights = [weight_of(product) for product in products]
-    biases = [_bias_of(product) for product in products]
-    if any(biases) and not all(biases):
+    weights = [weight for product in products if (weight := weight_of(product)) is not None]
+    biases = [bias for product in products if (bias := _bias_of(product)) is not None]
+    if biases and len(biases) < len(products):
         return
-    ends = [add for add, _ in biases] if all(biases) else products  # type: ignore[misc]
-    sizes = [int(weight.shape[0]) for weight in weights]  # type: ignore[union-attr, index, arg-type]
-    first = products[0]
-    joined = ir.node("Concat", weights, {"axis": 0})
-    turned = ir.node("Transpose", [joined.outputs[0]], {"perm": [1, 0]})
-    product = ir.node("MatMul", [first.inputs[0], turned.outputs[0]])
-    nodes, last = [joined, turned, product], product
-    if all(biases):
-        bias = ir.node("Concat", [value for _, value in biases], {"axis": 0})  # type: ignore[misc]
-        last = ir.node("Add", [product.outputs[0], bias.outputs[0]])
-        nodes += [bias, last]
-    split = ir.node("Split", [last.outputs[0], _constant(model, sizes)], {"axis": -1}, num_outputs=len(products))
-    stem = weights[0].name.rsplit(".", 2)[0]  # type: ignore[union-attr]
-    product.name = product.outputs[0].name = f"{stem}.{len(model.graph)}.product"
-    lead = list(first.inputs[0].shape)[:-1]  # type: ignore[union-attr, arg-type]
-    for value, size in [
-        (product.outputs[0], sum(sizes)),
-        (last.outputs[0], sum(sizes)),
-        *zip(split.outputs, sizes, strict=True),
-    ]:
-        value.shape, value.type = ir.Shape([*lead, size]), ends[0].outputs[0].type
-    model.graph.insert_before(first, [*nodes, split])
-    for end, part in zip(ends, split.outputs, strict=True):
-        _replace(end, part)
+    ends = [add for add, _ in biases] or products
+    sizes = [int(weight.shape[0]) for weight in weights]  # type: ignore[index, arg-type]
+    x = products[0].inputs[0]
+    assert x is not None
+    tape = Tape()
+    joined = tape.op("Transpose", [tape.op("Concat", weights, {"axis": 0})], {"perm": [1, 0]})
+    stem = (weights[0].name or "").rsplit(".", 2)[0]
+    name = f"{stem}.{len(model.graph)}.product"
+    whole = typed(tape.op("MatMul", [x, joined], name=name), x, sum(sizes))
+    whole.name = name
+    if biases:
+        joined_bias = tape.op("Concat", [value for _, value in biases], {"axis": 0})
+        whole = typed(tape.op("Add", [whole, joined_bias]), x, sum(sizes))
+    inputs = [whole, constant_ints(model, sizes)]
+    parts = tape.op_multi_out("Split", inputs, {"axis": -1}, num_outputs=len(products))
+    model.graph.insert_before(products[0], tape.nodes)
+    for end, part, size in zip(ends, parts, sizes, strict=True):
+        _replace(end, typed(part, x, size))
 
 
 def _bias_of(product: ir.Node) -> tuple[ir.Node, ir.Value] | None:
@@ -175,13 +171,3 @@ def _replace(node: ir.Node, value: ir.Value | None) -> None:
     if output.is_graph_output():
         return
     ir.convenience.replace_all_uses_with(output, value)
-
-
-def _constant(model: ir.Model, numbers: list[int]) -> ir.Value:
-    """Return an int64 vector among the initializers, one for equal vectors."""
-    name = "ints." + "_".join(map(str, numbers))
-    if name not in model.graph.initializers:
-        value = ir.Value(name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(ir.DataType.INT64))
-        value.const_value = ir.tensor(numbers, ir.DataType.INT64, name=name)
-        model.graph.register_initializer(value)
-    return model.graph.initializers[name]

@@ -56,14 +56,14 @@ def _prepare_tree() -> ir.Model:
     builder = _Builder()
     add = builder.add
     width = add("Shape", names.HOST_TOKENS, start=1, end=2)  # [1]: T
-    made = add("Unsqueeze", add("Cast", names.ON_DEVICE, to=onnx.TensorProto.BOOL), builder.ints(1))  # [B, 1]
-    for tree, host, taken in (
+    on_device = add("Unsqueeze", add("Cast", names.ON_DEVICE, to=onnx.TensorProto.BOOL), builder.ints(1))  # [B, 1]
+    for tree, host, output in (
         (names.STORED_TOKENS, names.HOST_TOKENS, names.TOKEN_IDS),
         (names.STORED_PARENTS, names.HOST_PARENTS, names.PARENTS),
     ):
         padded = add("Concat", tree, add("Sub", host, host), axis=1)  # S nodes, then T children of the root
         first = add("Slice", padded, builder.ints(0), width, builder.ints(1))
-        add("Where", made, first, host, output=taken)
+        add("Where", on_device, first, host, output=output)
     nodes = _nodes(builder)
     own = add("Equal", add("Unsqueeze", nodes, builder.ints(1)), nodes)  # [T, T]
     parent = add("Equal", add("Unsqueeze", names.PARENTS, builder.ints(2)), nodes)  # [B, T, T]

@@ -6,9 +6,8 @@ The architecture's own code runs; its attention, cache and mask go through trans
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -21,14 +20,8 @@ from redraft import names, signatures
 from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.export.checkpoint.architecture import DECODERS_ONLY, Architecture
 from redraft.export.graph import experts, modules, noise, own_attention, tree_attention
-from redraft.export.graph.attention import (
-    CURRENT,
-    INTERFACE,
-    POSITION_STEP,
-    AttentionCall,
-    LayerAttention,
-    LayerRecorder,
-)
+from redraft.export.graph.attention import CURRENT, INTERFACE, LayerRecorder
+from redraft.export.graph.traced_pass import TracedPass
 from redraft.names import Dtype, TensorSpec
 
 OPSET = 24
@@ -44,9 +37,7 @@ def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.gather(x, 1, rows[..., None].expand(-1, -1, x.shape[2]))
 
 
-@gather_rows.register_fake
-def _(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(rows.shape[0], rows.shape[1], x.shape[2])
+gather_rows.register_fake(lambda x, rows: x.new_empty(*rows.shape, x.shape[2]))
 
 
 def emit_gather_rows(x: Any, rows: Any) -> Any:
@@ -60,9 +51,7 @@ def take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return values[indices]
 
 
-@take.register_fake
-def _(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return values.new_empty(indices.shape)
+take.register_fake(lambda values, indices: values.new_empty(indices.shape))
 
 
 def emit_take(values: Any, indices: Any) -> Any:
@@ -78,88 +67,6 @@ TRANSLATIONS = {
     torch.ops.redraft.take.default: emit_take,
     torch.ops.redraft.add_noise.default: noise.emit_add_noise,
 }
-
-
-@dataclass
-class TracedPass:
-    """A forward pass whose attention calls become operators, over the KV buffers of its inputs.
-
-    layers: attention of each layer.   order: number of a layer by the identity of its module.
-    output_rows: rows that the head computes, if the pass has a head.
-    """
-
-    layers: Sequence[LayerAttention]
-    order: Mapping[int, int]
-    tree_mask: torch.Tensor
-    positions: torch.Tensor
-    cache_len: torch.Tensor
-    kv_len: torch.Tensor
-    caches: list[torch.Tensor]
-    output_rows: torch.Tensor | None = None
-    presents: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    features: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within the context, the model's calls go to this pass."""
-        token = CURRENT.set(self)
-        try:
-            yield
-        finally:
-            CURRENT.reset(token)
-
-    def mask(self, mask_function: Callable[..., Any]) -> None:
-        """Return None: the operator's attributes describe a layer's mask."""
-
-    def positions_of(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the graph's input of positions."""
-        return self.positions
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return the operator's node, with heads padded to the size of the KV buffers."""
-        if id(call.module) not in self.order:
-            raise UnsupportedModelError(f"{call.name} attends in some calls and not in others")
-        layer = self.order[id(call.module)]
-        key_cache, value_cache = self.caches[2 * layer : 2 * layer + 2]
-        _, kv_heads, _, head_dim = key_cache.shape
-        batch, q_heads, nodes, _ = call.query.shape
-        query, key = _with_positions(call, self.positions) if call.slopes is not None else (call.query, call.key)
-        key, value = (_repeated(x, kv_heads // x.shape[1]) for x in (key, call.value))
-        flat = [_padded(x, head_dim).transpose(1, 2).reshape(batch, nodes, -1) for x in (query, key, value)]
-        mask, sinks = self.layers[layer].mask, call.sinks
-        if sinks is None and any(other.sinks for other in self.layers):
-            sinks = query.new_full((q_heads,), torch.finfo(query.dtype).min)  # a sink without weight
-        out, *present = torch.ops.redraft.tree_attention(
-            *flat, key_cache, value_cache, self.tree_mask, self.positions, self.cache_len, self.kv_len, sinks,
-            call.scaling, call.softcap, mask.window, mask.chunk, q_heads, kv_heads,
-        )  # fmt: skip
-        self.presents[layer] = (present[0], present[1])
-        attended: torch.Tensor = out.view(batch, nodes, q_heads, head_dim)
-        return attended if head_dim == call.value.shape[-1] else attended[..., : call.value.shape[-1]]
-
-
-def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    """Repeat each head of x [B, H, T, D] `times` times."""
-    return x if times == 1 else x.repeat_interleave(times, dim=1)
-
-
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad the heads of x [B, H, T, D] to `size` with zeros."""
-    return x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1]))
-
-
-def _with_positions(call: AttentionCall, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query and key with two more components, whose product is ALiBi's bias: slope times the key's position.
-
-    ALiBi (arXiv 2108.12409, section 3) subtracts slope times the distance. The query's part of the distance is equal
-    for all keys of a row and cancels in the softmax.
-    """
-    assert call.slopes is not None
-    query, key = call.query, call.key
-    slopes = (call.slopes / call.scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-    steps, rest = positions // POSITION_STEP, positions % POSITION_STEP
-    places = torch.stack([steps, rest], -1)[:, None].to(key.dtype).expand(-1, key.shape[1], -1, -1)
-    return torch.cat([query, slopes * POSITION_STEP, slopes], -1), torch.cat([key, places], -1)
 
 
 class VerifierModule(nn.Module):
@@ -204,12 +111,12 @@ def _traced() -> TracedPass:
 def _with_hidden_states(model: nn.Module, hidden_state: str) -> nn.Module:
     """Return the module whose output is the feature `hidden_state`: a layer, or the final norm."""
     decoder: Any = model.base_model
-    found = (
+    candidates = (
         getattr(decoder, "norm", None) if hidden_state == names.LAST_HIDDEN_STATE else getattr(decoder, "layers", None)
     )
-    if found is None:
+    if candidates is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no layers of known names: no feature {hidden_state!r}")
-    module: nn.Module = found if hidden_state == names.LAST_HIDDEN_STATE else found[int(hidden_state)]
+    module: nn.Module = candidates if hidden_state == names.LAST_HIDDEN_STATE else candidates[int(hidden_state)]
     return module
 
 
@@ -231,7 +138,15 @@ def empty_model(architecture: Architecture, max_positions: int, dtype: Dtype = "
     """Return the text model with single operators and with uninitialized weights, whose pages are never touched."""
     own_attention.register(architecture.text.model_type)
     with no_init_weights():
-        model = _built(architecture, dtype)
+        try:
+            model: Any = architecture.text_class._from_config(
+                architecture.text, attn_implementation=INTERFACE, dtype=TORCH[dtype]
+            ).eval()
+        except KeyError as error:
+            if INTERFACE not in str(error):
+                raise
+            name = architecture.text_class.__name__
+            raise UnsupportedModelError(f"{name} allows only its own attention", DECODERS_ONLY) from None
         model.tie_weights()
         own_attention.replace(model)
         experts.unroll_experts(model)
@@ -240,18 +155,6 @@ def empty_model(architecture: Architecture, max_positions: int, dtype: Dtype = "
     modules.fix_rotary_lengths(model)
     with modules.single_rotary(model, max_positions):
         yield model
-
-
-def _built(architecture: Architecture, dtype: Dtype) -> Any:
-    try:
-        return architecture.text_class._from_config(
-            architecture.text, attn_implementation=INTERFACE, dtype=TORCH[dtype]
-        ).eval()
-    except KeyError as error:
-        if INTERFACE not in str(error):
-            raise
-        name = architecture.text_class.__name__
-        raise UnsupportedModelError(f"{name} allows only its own attention", DECODERS_ONLY) from None
 
 
 def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:
@@ -325,9 +228,6 @@ def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.o
             cause = cause.__cause__
         if cause is None:
             reason = str(error.__cause__ or error).strip().splitlines()[0]
-            raise UnsupportedModelError(f"torch cannot trace {_called(module)} ({reason})") from error
+            name = type(getattr(module, "model", module)).__name__
+            raise UnsupportedModelError(f"torch cannot trace {name} ({reason})") from error
     raise cause from None  # here, so that the cause does not also become the context of the error
-
-
-def _called(module: nn.Module) -> str:
-    return type(getattr(module, "model", module)).__name__

@@ -44,14 +44,9 @@ INPUTS = ("q", "k", "v", "key_cache", "value_cache", "tree_mask", "positions", "
 SINKS = "sinks"
 """The optional last input."""
 OUTPUTS = ("out", "present_key", "present_value")
-ATTRIBUTES = {
-    "scale": "FLOAT",
-    "softcap": "FLOAT",
-    "window": "INT",
-    "chunk": "INT",
-    "q_heads": "INT",
-    "kv_heads": "INT",
-}
+ATTRIBUTES = dict.fromkeys(("scale", "softcap"), "FLOAT") | dict.fromkeys(
+    ("window", "chunk", "q_heads", "kv_heads"), "INT"
+)
 
 
 @torch.library.custom_op("redraft::tree_attention", mutates_args=())
@@ -114,15 +109,11 @@ def _visible(
     return visible
 
 
-@tree_attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(key_cache), torch.empty_like(value_cache)
+tree_attention.register_fake(lambda q, k, v, *caches: (torch.empty_like(q), *map(torch.empty_like, caches[:2])))
 
 
-# The ONNX bodies. Layers with equal windows have the same mask, so after inlining, common-subexpression elimination
-# # computes it once a call.
+# The ONNX bodies. Layers with equal windows have the same mask. After inlining, common-subexpression elimination
+# computes it once a call.
 
 
 @script(OPSET, default_opset=op)

@@ -88,17 +88,17 @@ class Calibrator:
     def _measure(
         self, plan: ProductPlan, weight: ProductWeight, matrices: Sequence[torch.Tensor], x: torch.Tensor
     ) -> None:
-        found = self.found[plan.precision]
+        calibration = self.found[plan.precision]
         whole = [matrix.T if weight.turned else matrix for matrix in matrices]
         sampled = [matrix[:: max(1, len(matrix) // SAMPLED_OUTPUTS)] for matrix in whole]
-        kept = all(plan.form(part, self._source, False, False).stored for part in weight.parts())
+        unrounded = all(plan.form(part, self._source, False, False).stored for part in weight.parts())
         base = 8 if plan.precision == "int8" else 4
-        factors = None if kept else self._best_factors(whole, sampled, x, base)
+        factors = None if unrounded else self._best_factors(whole, sampled, x, base)
         if factors is not None:
-            found.smoothing[weight.parameters[0]] = factors.numpy()
+            calibration.smoothing[weight.parameters[0]] = factors.numpy()
         for part, rows in zip(weight.parts(), sampled, strict=True):
             form = plan.form(part, self._source, factors is not None, False)
-            found.errors[part.parameters[0]] = {
+            calibration.errors[part.parameters[0]] = {
                 bits: self._error(rows, x, factors, bits, form.stored and form.bits <= bits) for bits in {base, 8}
             }
 
@@ -124,17 +124,15 @@ class Calibrator:
     ) -> float:
         """Return the relative error of a product. exact: True if the weight is not rounded."""
         weight, given = (rows, x) if factors is None else (rows * factors, x / factors)
-        rounded = weight if exact else _rounded(weight, bits)
+        rounded = weight
+        if not exact:
+            values = np.ascontiguousarray(weight.numpy())
+            grid = rounding.fit(values, bits, offsets=bits == 4 and values.shape[1] % BLOCK == 0)
+            codes = rounding.codes_of(values, grid, bits)
+            rounded = torch.from_numpy(rounding.values_of(codes, grid)[:, : values.shape[1]])
         expected = x @ rows.T
         apart = rounded_inputs(given) @ rounded.T - expected
         return float(apart.square().mean() / expected.square().mean().clamp(min=1e-30))
-
-
-def _rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers that a product of `bits` stores for a weight [out, in]."""
-    values = np.ascontiguousarray(weight.numpy())
-    grid = rounding.fit(values, bits, offsets=bits == 4 and values.shape[1] % BLOCK == 0)
-    return torch.from_numpy(rounding.values_of(rounding.codes_of(values, grid, bits), grid)[:, : values.shape[1]])
 
 
 def rounded_inputs(x: torch.Tensor, block: int = BLOCK) -> torch.Tensor:

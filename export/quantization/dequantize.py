@@ -20,8 +20,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
-from redraft.export.checkpoint.weight_files import NewTensor, Slabs
+from redraft.export.checkpoint.weight_files import ONNX_TYPES, NewTensor, Slabs
+from redraft.export.graph.edit import unplaced
 from redraft.export.quantization.product_weights import ProductWeight, feeds
+from redraft.export.quantization.rounding import packed
 
 Kind = Literal["int8", "int4", "fp8"]
 LARGEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -57,26 +59,19 @@ def codes_of(weight: NDArray[np.float32], scales: NDArray[Any], kind: Kind, bloc
     return codes
 
 
-def pack(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Pack codes of four bits, two a byte along the last axis, the first one low."""
-    nibbles = codes.view(np.uint8) & np.uint8(15)
-    packed: NDArray[np.uint8] = nibbles[..., 0::2] | nibbles[..., 1::2] << np.uint8(4)
-    return packed
-
-
 def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -> list[NewTensor]:
     """Let products over stored weights read codes, in place, except the product of `output`.
 
     Returns the tensors to write. `source` gives the parameters' shapes and, in slabs of rows, their values.
     """
-    kept = next((value.producer() for value in model.graph.outputs if value.name == output), None)
-    made: dict[str, NewTensor] = {}
+    last = next((value.producer() for value in model.graph.outputs if value.name == output), None)
+    tensors: dict[str, NewTensor] = {}
     for node in [node for node in model.graph if node.op_type == "MatMul"]:
         weight = ProductWeight.of(node, source.parameters)
-        if weight is not None and not feeds(node, kept):
-            made |= _dequantized(model, node, weight, source, kind)
+        if weight is not None and not feeds(node, last):
+            tensors |= _dequantized(model, node, weight, source, kind)
     common.RemoveUnusedNodesPass()(model)
-    return list(made.values())
+    return list(tensors.values())
 
 
 def _dequantized(
@@ -87,30 +82,24 @@ def _dequantized(
     dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
     if block is None or dtype is None:
         return {}
-    stem = weight.stem
+    name = f"{weight.stem}.{kind}"
     read = partial(_read, source, weight, kind, dtype.numpy(), block)
-    made: dict[str, NewTensor] = {
-        f"{stem}.{kind}": NewTensor(f"{stem}.{kind}", STORED[kind], (inputs, outputs), partial(read, codes=True)),
-        f"{stem}.{kind}.scales": NewTensor(
-            f"{stem}.{kind}.scales", _SCALES[dtype], (inputs // block, outputs) if block else (outputs,),
-            partial(read, codes=False),
-        ),
-    }  # fmt: skip
-    values = [_initializer(model, each.name, _TYPES[each.dtype], each.shape) for each in made.values()]
+    scales = (inputs // block, outputs) if block else (outputs,)
+    tensors = [
+        NewTensor(name, STORED[kind], (inputs, outputs), partial(read, codes=True)),
+        NewTensor(f"{name}.scales", _SCALES[dtype], scales, partial(read, codes=False)),
+    ]
+    values = [unplaced(model, each.name, ONNX_TYPES[each.dtype], each.shape) for each in tensors]
     attributes = {"axis": 0, "block_size": block} if block else {"axis": 1}
-    spread = ir.node("DequantizeLinear", values, attributes, name=f"{stem}.{kind}.dequantize")
-    spread.outputs[0].name = f"{stem}.{kind}.value.{len(model.graph)}"
+    spread = ir.node("DequantizeLinear", values, attributes, name=f"{name}.dequantize")
+    spread.outputs[0].name = f"{name}.value.{len(model.graph)}"
     spread.outputs[0].type, spread.outputs[0].shape = ir.TensorType(dtype), ir.Shape((inputs, outputs))
     model.graph.insert_before(node, spread)
     node.replace_input_with(1, spread.outputs[0])
-    return made
+    return {each.name: each for each in tensors}
 
 
 _SCALES = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}
-_TYPES = {
-    "I8": ir.DataType.INT8, "I4": ir.DataType.INT4, "F8_E4M3": ir.DataType.FLOAT8E4M3FN, "F32": ir.DataType.FLOAT,
-    "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16,
-}  # fmt: skip
 
 
 def _read(source: Any, weight: ProductWeight, kind: Kind, dtype: Any, block: int, codes: bool) -> Slabs:
@@ -119,16 +108,7 @@ def _read(source: Any, weight: ProductWeight, kind: Kind, dtype: Any, block: int
     for slab in weight.slabs(source):
         scales = scales_of(slab, kind, dtype, block)
         parts.append(codes_of(slab, scales, kind, block) if codes else scales)
-    whole = np.concatenate(parts).T
+    whole = np.ascontiguousarray(np.concatenate(parts).T)
     if codes and kind == "int4":
-        whole = pack(np.ascontiguousarray(whole))
-    yield whole.view(np.uint16) if whole.dtype == ml_dtypes.bfloat16 else np.ascontiguousarray(whole)
-
-
-def _initializer(model: ir.Model, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-    """Return the graph's initializer of this name. Its bytes are placed later."""
-    if name not in model.graph.initializers:
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-        value.const_value = ir.ExternalTensor("unplaced", 0, 0, dtype, shape=ir.Shape(shape), name=name)
-        model.graph.register_initializer(value)
-    return model.graph.initializers[name]
+        whole = packed(whole.view(np.uint8) & np.uint8(15), 4)
+    yield whole.view(np.uint16) if whole.dtype == ml_dtypes.bfloat16 else whole

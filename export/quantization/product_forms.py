@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from redraft.config import Precision
 from redraft.export.checkpoint.sources import AnySource
+from redraft.export.checkpoint.stored_grid import SYMMETRIC, Coded, Grid, StoredGrid
 from redraft.export.quantization import rounding
 from redraft.export.quantization.product_weights import ProductWeight
-from redraft.export.quantization.rounding import BLOCK, SYMMETRIC, Coded, Grid, StoredGrid
+from redraft.export.quantization.rounding import BLOCK
 
 UNROUNDED = 32
 """Bits of a product that keeps fp32 weights."""
@@ -61,14 +62,14 @@ class ProductPlan:
     fixed: frozenset[str] = frozenset()
     smoothing: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
-    def form(self, part: ProductWeight, source: AnySource, smoothed: bool, kept: bool) -> Form:
-        """Return the form of one parameter. kept: True for a weight that has 8 bits unless the checkpoint has fewer."""
+    def form(self, part: ProductWeight, source: AnySource, smoothed: bool, eight_bits: bool) -> Form:
+        """Return the form of one parameter. eight_bits: a weight has 8 bits unless the checkpoint has fewer."""
         (name,) = part.parameters
-        bits = self.bits.get(name, 8 if self.precision == "int8" or kept else 4)
+        bits = self.bits.get(name, 8 if self.precision == "int8" or eight_bits else 4)
         grid = None if part.turned or smoothed or bits == UNROUNDED else source.grid(name)
         if bits == UNROUNDED:
             return Form(UNROUNDED)
-        if grid is not None and keeps(grid, bits, name in self.bits or kept, self.precision):
+        if grid is not None and keeps(grid, bits, name in self.bits or eight_bits, self.precision):
             offsets = not grid.symmetric and part.shape(source)[1] % grid.block == 0
             if grid.symmetric or offsets:
                 stored_bits = 8 if self.precision == "int8" else grid.bits
@@ -98,15 +99,15 @@ def coded(part: ProductWeight, source: AnySource, form: Form, factors: NDArray[n
     grid = source.grid(part.parameters[0]) if form.stored else None
     if grid is not None:
         moved = np.uint8(SYMMETRIC[form.bits] - SYMMETRIC[grid.bits] if grid.symmetric else 0)
-        for values, found in grid.slabs():
+        for values, fitted in grid.slabs():
             codes.append((values + moved).reshape(len(values), -1, form.block))
-            grids.append(Grid(found.scales, found.zeros + moved, found.offsets))
+            grids.append(Grid(fitted.scales, fitted.zeros + moved, fitted.offsets))
     else:
         for slab in part.slabs(source):
             scaled = slab if factors is None else slab * factors
-            found = rounding.fit(scaled, form.bits, form.offsets)
-            codes.append(rounding.codes_of(scaled, found, form.bits))
-            grids.append(found)
+            fitted = rounding.fit(scaled, form.bits, form.offsets)
+            codes.append(rounding.codes_of(scaled, fitted, form.bits))
+            grids.append(fitted)
     return np.concatenate(codes), Grid.joined(grids)
 
 
@@ -123,9 +124,9 @@ def stored_arrays(
         rows, blocks = offsets.shape
         padded = np.pad(offsets, ((0, 0), (0, -blocks % BLOCK)))
         fitted = rounding.fit(padded, form.bits)
-        kept = slice(None), slice(form.blocks(blocks * form.block) - blocks)
-        further = fitted.cut(BLOCK // form.block)[kept]
-        more = rounding.codes_of(padded, fitted, form.bits).reshape(rows, -1, form.block)[kept]
+        last_blocks = slice(None), slice(form.blocks(blocks * form.block) - blocks)
+        further = fitted.cut(BLOCK // form.block)[last_blocks]
+        more = rounding.codes_of(padded, fitted, form.bits).reshape(rows, -1, form.block)[last_blocks]
         codes = np.concatenate([codes, more], 1)
         scales, zeros = np.concatenate([scales, further.scales], 1), np.concatenate([zeros, further.zeros], 1)
     return rounding.packed(codes, form.bits), scales, rounding.packed(zeros, form.bits)

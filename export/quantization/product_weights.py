@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
-from redraft.export.checkpoint.base import row_slices
+from redraft.export.checkpoint.base import joined, row_slices
 from redraft.export.checkpoint.sources import AnySource
 from redraft.export.checkpoint.weight_files import Slabs
 
@@ -66,7 +65,8 @@ class ProductWeight:
             for name in self.parameters:
                 yield from source.slabs(name)
             return
-        whole = _whole(source, self.parameters[0])
+        (name,) = self.parameters
+        whole = joined(source.slabs(name), source.parameters[name])
         for outputs in row_slices(whole.shape[::-1], whole.itemsize):
             yield np.ascontiguousarray(whole[:, outputs].T)
 
@@ -80,25 +80,16 @@ def feeds(product: ir.Node, last: ir.Node | None) -> bool:
 
 def before_attention(model: ir.Model) -> set[ir.Node]:
     """Return the products that compute queries, keys and values."""
-    found, seen = set[ir.Node](), set[ir.Node]()
-    waiting = [value for node in model.graph if node.op_type == "TreeAttention" for value in node.inputs]
-    while waiting:
-        value = waiting.pop()
+    products, seen = set[ir.Node](), set[ir.Node]()
+    pending = [value for node in model.graph if node.op_type == "TreeAttention" for value in node.inputs]
+    while pending:
+        value = pending.pop()
         node = value.producer() if value is not None else None
         if node is None or node in seen:
             continue
         seen.add(node)
         if node.op_type == "MatMul":
-            found.add(node)
+            products.add(node)
         else:
-            waiting += node.inputs
-    return found
-
-
-def _whole(source: AnySource, name: str) -> NDArray[np.float32]:
-    whole = np.empty(source.parameters[name], np.float32)
-    row = 0
-    for slab in source.slabs(name):
-        whole[row : row + len(slab)] = slab
-        row += len(slab)
-    return whole
+            pending += node.inputs
+    return products

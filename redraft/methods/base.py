@@ -1,6 +1,7 @@
 """The specification of a drafting method, which building, engines and inspection work from.
 
-A method's file defines a `Method`. Its functions take the method's shape: a frozen dataclass of one drafter's sizes.
+A family's module defines a `Method`, which rows complete. Its functions take the method's shape: a frozen dataclass of
+one drafter's sizes.
 Symbols of sizes: B sequences, C rows of KV buffers, M rows to catch up on, W pending rows.
 """
 
@@ -11,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from redraft import names
+from redraft.errors import UsageError
 from redraft.names import TensorSpec
-from redraft.records import from_plain
+from redraft.records import PositiveInt, from_plain
 from redraft.signatures import Signature, copy_slot_inputs, copy_slot_outputs
 
 S = TypeVar("S")
@@ -94,17 +96,26 @@ class BuildOptions:
 
     precision: of the drafter's products. None takes the verifier's fp16 or bf16, and int8 with any other verifier. An
                int8 drafter reads fewer bytes between two verifications.
+    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
+               on. A plain checkpoint has no counts of tokens, so it drafts all.
     """
 
     precision: Literal["fp32", "fp16", "bf16", "int8", "int4"] | None = None
+    draft_vocabulary: PositiveInt | None = None
+
+    def check(self, **most: int) -> None:
+        """Raise UsageError for a field that is not a number from 1 to this one. None is no number, and allowed."""
+        for name, largest in most.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= largest:
+                raise UsageError(f"{name} must be a number from 1 to {largest}, not {value}")
 
 
 @dataclass(frozen=True)
 class Method(Generic[S]):
     """A drafting method.
 
-    id:            the method's name in a drafter's configuration, in recipes and manifests.
-    summary:       one sentence for command lines.
+    id, summary:   of the method's row. A family's own specification has none.
     hidden_states: the verifier's hidden states that the drafter reads, unless its shape has a field of this name.
     rows:          all rows of a call, the last, or none.
     graphs:        by role. None for a method without engines.
@@ -119,8 +130,8 @@ class Method(Generic[S]):
     training:      name of the command that trains its drafters, if it is not the id.
     """
 
-    id: str
-    summary: str
+    id: str = ""
+    summary: str = ""
     hidden_states: tuple[str, ...] = ()
     rows: Rows = "none"
     graphs: Mapping[str, GraphSpec[S]] = field(default_factory=dict)

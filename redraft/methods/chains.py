@@ -1,66 +1,77 @@
 """Shared signatures of methods whose draft graph catches up on feature rows and unrolls a causal chain.
 
-A shape here has the fields of `ChainShape`. The drafter's KV has one layer.
-
 Symbols: V tokens of the verifier's vocabulary, H of the draft vocabulary. Drafters take tokens of the whole vocabulary.
 Their logits have a column for each token of the draft vocabulary, and `draft_vocabulary` [H] names these tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from redraft import names, noise_spec
-from redraft.methods.base import PREFILL, TREE
-from redraft.names import Dim, Dtype, TensorSpec
+from redraft.methods.base import PREFILL, TREE, GraphSpec
+from redraft.names import Dim, TensorSpec
+from redraft.records import PositiveInt
 
-DRAFT_PROFILES = {PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}}
+_DRAFT_PROFILES = {PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}}
 """TensorRT profiles of a draft graph: many rows after a prompt, few in a step."""
 
 
-class FeatureShape(Protocol):
-    """The sizes of rows of features."""
-
-    @property
-    def hidden(self) -> int:
-        """Columns of a feature row."""
-
-    @property
-    def dtype(self) -> Dtype:
-        """Element type of features and KV."""
+Shape = Any
+"""A method's shape, with those fields of `ChainShape` and of its own that a function reads."""
 
 
-class DraftShape(Protocol):
-    """The sizes of a draft's logits."""
+@dataclass(frozen=True)
+class ChainShape:
+    """Sizes of a drafter with one layer of KV, and N, the tokens of a draft's longest path."""
 
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-
-    @property
-    def draft_vocabulary(self) -> int:
-        """H, at most V."""
-
-    @property
-    def steps(self) -> int:
-        """N, tokens of a draft's longest path."""
+    hidden: PositiveInt
+    vocabulary: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    steps: PositiveInt
 
 
-class ChainShape(DraftShape, FeatureShape, Protocol):
-    """The sizes that signatures of chains need."""
+def draft_graph(
+    looked_up: Callable[[Shape], Mapping[str, int]], chain_steps: Callable[[Shape], int] = lambda shape: shape.steps,
+) -> GraphSpec[Shape]:  # fmt: skip
+    """Return the specification of a draft graph with a draft vocabulary as its only table."""
+    return GraphSpec(
+        draft_inputs,
+        draft_outputs,
+        profiles=_DRAFT_PROFILES,
+        integers=draft_integers,
+        looked_up=looked_up,
+        chain_steps=chain_steps,
+    )
 
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads."""
 
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a head."""
+def draft_inputs(shape: Shape, tables: tuple[TensorSpec, ...] | None = None) -> tuple[TensorSpec, ...]:
+    """Return inputs of a draft graph, in order: those of `chain_inputs`, and its tables, by default the vocabulary."""
+    return (*chain_inputs(shape), *(draft_vocabulary_tables(shape) if tables is None else tables))
 
 
-def chain_inputs(shape: ChainShape, states: int = 1) -> tuple[TensorSpec, ...]:
-    """Return inputs of a draft graph that reads so many hidden states, in order, without tables.
+def draft_outputs(shape: Shape) -> tuple[TensorSpec, ...]:
+    """Return outputs of a draft graph, in order: a tree, a row of logits for each of its levels, the KV in place.
+
+    A level's logits are those of its best node. If candidates are drawn, these nodes are the chain of first draws.
+    """
+    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
+
+
+def draft_integers(shape: Shape) -> Mapping[str, tuple[int, int]]:
+    """Return least and largest value of the integers of sampling, and of the tokens of a draft vocabulary."""
+    return {
+        names.DRAFT_VOCABULARY: (0, shape.vocabulary - 1),
+        names.NOISE_KEYS: (1, (1 << noise_spec.WORD_BITS) - 1),
+        names.DRAWN: (0, 1),
+    }
+
+
+def chain_inputs(shape: Shape) -> tuple[TensorSpec, ...]:
+    """Return inputs of a draft graph, in order, without tables.
 
     Row m of a sequence is a feature, of each hidden state, at `positions[b, m]` and the token after it; rows from
     `num_pending[b]` on are padding. The drafter's KV holds `cache_len[b]` rows before them, row r of position r;
@@ -69,7 +80,7 @@ def chain_inputs(shape: ChainShape, states: int = 1) -> tuple[TensorSpec, ...]:
     return (
         *(
             TensorSpec(names.of_state(names.FEATURE_ROWS, place), shape.dtype, ("B", "M", shape.hidden))
-            for place in range(states)
+            for place in range(_states(shape))
         ),
         TensorSpec(names.TOKENS, "int64", ("B", "M")),
         TensorSpec(names.POSITIONS, "int64", ("B", "M")),
@@ -101,40 +112,30 @@ def sampling_inputs(steps: int) -> tuple[TensorSpec, ...]:
     )
 
 
-def sampling_integers() -> Mapping[str, tuple[int, int]]:
-    """Return least and largest value of the integers of `sampling_inputs`."""
-    return {names.NOISE_KEYS: (1, (1 << noise_spec.WORD_BITS) - 1), names.DRAWN: (0, 1)}
-
-
 DRAWN_LOG_PROB = -0.6875
 """Log probability of the first of a node's drawn children. The second has twice this number, and so on: 1/2, 1/4 …
 Its sums are exact in float32, so equal sums of ranks are ties."""
 
 
-def chain_logits(shape: DraftShape) -> TensorSpec:
+def chain_logits(shape: Shape) -> TensorSpec:
     """Return the logits of a draft's steps, before draft logit scale and noise."""
     return TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.draft_vocabulary))
 
 
-def draft_vocabulary_tables(shape: DraftShape) -> tuple[TensorSpec, ...]:
+def draft_vocabulary_tables(shape: Shape) -> tuple[TensorSpec, ...]:
     """Return the table with the token of each column of the logits, in order; none if every token has its column."""
     if shape.draft_vocabulary == shape.vocabulary:
         return ()
     return (TensorSpec(names.DRAFT_VOCABULARY, "int64", (shape.draft_vocabulary,)),)
 
 
-def draft_vocabulary_integers(shape: DraftShape) -> Mapping[str, tuple[int, int]]:
-    """Return the least and largest token of that table."""
-    return {names.DRAFT_VOCABULARY: (0, shape.vocabulary - 1)}
-
-
-def describe_vocabulary(shape: DraftShape) -> str:
+def describe_vocabulary(shape: Shape) -> str:
     """Return the draft vocabulary in words, after a comma; nothing if it is the whole vocabulary."""
     tokens = shape.draft_vocabulary
     return "" if tokens == shape.vocabulary else f", {tokens} of {shape.vocabulary} tokens"
 
 
-def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
+def chain_updates(shape: Shape) -> tuple[TensorSpec, ...]:
     """Return the outputs that update the KV buffers in place."""
     dims = _cache_dims(shape)
     return tuple(
@@ -142,12 +143,17 @@ def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
     )
 
 
-def chain_state(shape: ChainShape, states: int = 1) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a slot: KV, logits of the last draft's steps, and pending rows of so many hidden states."""
-    return (*_caches(shape), chain_logits(shape), *pending_features(shape, states))
+def chain_state(shape: Shape) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a slot: KV, logits of the last draft's steps, and pending rows of its hidden states."""
+    return (*_caches(shape), chain_logits(shape), *pending_features(shape, _states(shape)))
 
 
-def pending_features(shape: FeatureShape, states: int) -> tuple[TensorSpec, ...]:
+def _states(shape: Shape) -> int:
+    """Return the number of hidden states that a drafter reads."""
+    return len(getattr(shape, "hidden_states", (names.LAST_HIDDEN_STATE,)))
+
+
+def pending_features(shape: Shape, states: int) -> tuple[TensorSpec, ...]:
     """Return the tensors of a slot for pending rows of so many hidden states."""
     return tuple(
         TensorSpec(names.of_state(names.PENDING_FEATURES, place), shape.dtype, ("B", "W", shape.hidden))
@@ -169,10 +175,10 @@ def whole_tree(steps: int, width: int) -> int:
     return 1 + width + (steps - 1) * width * width
 
 
-def _cache_dims(shape: ChainShape) -> tuple[Dim, ...]:
+def _cache_dims(shape: Shape) -> tuple[Dim, ...]:
     return ("B", shape.kv_heads, "C", shape.head_dim)
 
 
-def _caches(shape: ChainShape) -> tuple[TensorSpec, ...]:
+def _caches(shape: Shape) -> tuple[TensorSpec, ...]:
     dims = _cache_dims(shape)
     return tuple(TensorSpec(name, shape.dtype, dims) for name in (names.key_cache(0), names.value_cache(0)))

@@ -13,7 +13,6 @@ Symbols: k candidates of a row, N levels of a draft, K nodes of its tree with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redraft import names
@@ -21,11 +20,11 @@ from redraft.errors import UsageError
 from redraft.methods.base import PREFILL, TOKEN, TREE, BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import (
     describe_vocabulary,
-    draft_vocabulary_integers,
+    draft_integers,
     draft_vocabulary_tables,
     pending_features,
     sampling_inputs,
-    sampling_integers,
+    whole_tree,
 )
 from redraft.names import DRAFT, STEER, Dtype, TensorSpec
 from redraft.records import PositiveInt
@@ -37,6 +36,10 @@ MOST_WIDTH = 8
 """Most nodes of a level that get candidates."""
 MOST_ROWS = 64
 """Most rows of a tree's levels in one run."""
+USUAL_NODES = 32
+"""Nodes of a tree without its root, unless the options name another number."""
+DRAFT_LENGTH = 8
+"""k of SD²: the paper's drafts have so many tokens, and so do drafts in training (appendices A.4 and A.5)."""
 _ROWS = (1, 1, MOST_WIDTH)
 _PROFILES = {
     PREFILL: {"T": (names.DRAFT_WIDTHS[1],) * 3, "R": _ROWS},
@@ -52,16 +55,12 @@ class DecoderBuild(BuildOptions):
     """Options for building a drafter.
 
     steps:            most tokens of a draft's longest path. The budget of a step chooses the length.
-    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
-                      on. A plain checkpoint has no counts of tokens, so it drafts all.
     """
 
     steps: int = MOST_STEPS
-    draft_vocabulary: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.steps <= MOST_STEPS:
-            raise UsageError(f"steps must be a number from 1 to {MOST_STEPS}, not {self.steps}")
+        self.check(steps=MOST_STEPS)
 
     @property
     def width(self) -> int:
@@ -72,6 +71,40 @@ class DecoderBuild(BuildOptions):
     def tree_nodes(self) -> int:
         """K, the nodes of the largest tree with the root."""
         return 1 + self.steps
+
+
+@dataclass(frozen=True)
+class SteeringBuild(DecoderBuild):
+    """Options for building a drafter with steering."""
+
+    steps: int = DRAFT_LENGTH
+
+
+@dataclass(frozen=True)
+class TreeBuild(DecoderBuild):
+    """Options for building a drafter that may draft trees.
+
+    width: nodes expanded at each level, and candidates of a node; 1 drafts chains.
+    nodes: largest tree, without its root; None takes 32, or a chain of `steps`.
+    """
+
+    width: int = 1
+    nodes: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(width=MOST_WIDTH)
+        if self.width * (self.steps - 1) > MOST_ROWS and self.width > 1:
+            raise UsageError(
+                f"a tree of {self.steps} levels of {self.width} nodes is too large",
+                f"choose steps={MOST_ROWS // self.width + 1}, or fewer",
+            )
+
+    @property
+    def tree_nodes(self) -> int:
+        """K, the nodes of the largest tree with the root."""
+        usual = self.steps if self.width == 1 else USUAL_NODES
+        return min(1 + (self.nodes or usual), whole_tree(self.steps, self.width))
 
 
 @dataclass(frozen=True)
@@ -161,10 +194,6 @@ def _biases(shape: DecoderShape) -> tuple[TensorSpec, ...]:
     return (TensorSpec(names.STEERING, shape.dtype, ("B", "T", shape.steering)),) if shape.steering else ()
 
 
-def _integers(shape: DecoderShape) -> Mapping[str, tuple[int, int]]:
-    return {**draft_vocabulary_integers(shape), **sampling_integers()}
-
-
 def _state(shape: DecoderShape) -> tuple[TensorSpec, ...]:
     return (*verifier_state(shape.decoder), *pending_features(shape, len(shape.hidden_states)))
 
@@ -175,39 +204,26 @@ def _describe(shape: DecoderShape) -> str:
     return f"{shape.layers} layers, {shape.steps} steps{tree}{describe_vocabulary(shape)}{steering}"
 
 
-def decoder_method(
-    name: str, summary: str, build_options: type[DecoderBuild], hidden_states: tuple[str, ...] = (),
-    takes_checkpoints: bool = False, training: str = "",
-) -> Method[DecoderShape]:  # fmt: skip
-    """Return the specification of a method.
-
-    hidden_states: the verifier's that steer drafters with random weights; none for a method without steering.
-    """
-    return Method(
-        id=name,
-        summary=summary,
-        hidden_states=hidden_states,
-        rows="all" if hidden_states else "none",
-        graphs={
-            STEER: GraphSpec(
-                steer_inputs, steer_outputs, exists=lambda shape: shape.steering > 0, profiles=_STEER_PROFILES
-            ),
-            DRAFT: GraphSpec(
-                draft_inputs,
-                draft_outputs,
-                profiles=_PROFILES,
-                integers=_integers,
-                looked_up=lambda shape: {names.DRAFT_VOCABULARY: shape.width**2},
-                decoder=True,
-            ),
-        },
-        shape=DecoderShape,
-        state=_state,
-        spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
-        tables=draft_vocabulary_tables,
-        limits=lambda shape: TreeLimits(shape.steps, shape.width, shape.nodes - 1),
-        describe=_describe,
-        build_options=build_options,
-        takes_checkpoints=takes_checkpoints,
-        training=training,
-    )
+METHOD: Method[DecoderShape] = Method(
+    graphs={
+        STEER: GraphSpec(
+            steer_inputs, steer_outputs, exists=lambda shape: shape.steering > 0, profiles=_STEER_PROFILES
+        ),
+        DRAFT: GraphSpec(
+            draft_inputs,
+            draft_outputs,
+            profiles=_PROFILES,
+            integers=draft_integers,
+            looked_up=lambda shape: {names.DRAFT_VOCABULARY: shape.width**2},
+            decoder=True,
+        ),
+    },
+    shape=DecoderShape,
+    state=_state,
+    spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
+    tables=draft_vocabulary_tables,
+    limits=lambda shape: TreeLimits(shape.steps, shape.width, shape.nodes - 1),
+    describe=_describe,
+    build_options=DecoderBuild,
+)
+"""A row with hidden states has steering; these are those that steer drafters with random weights."""

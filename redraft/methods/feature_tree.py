@@ -16,26 +16,20 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redraft import names
 from redraft.errors import UsageError
-from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
+from redraft.methods.base import BuildOptions, Method, TreeLimits
 from redraft.methods.chains import (
-    DRAFT_PROFILES,
-    chain_inputs,
-    chain_logits,
+    ChainShape,
     chain_state,
-    chain_updates,
     describe_vocabulary,
-    draft_vocabulary_integers,
+    draft_graph,
     draft_vocabulary_tables,
-    sampling_integers,
-    tree_outputs,
     whole_tree,
 )
-from redraft.names import DRAFT, Dtype, TensorSpec
+from redraft.names import DRAFT, Dtype
 from redraft.records import PositiveInt
 
 MOST_STEPS = 10
@@ -53,19 +47,14 @@ class FeatureTreeBuild(BuildOptions):
     steps:            levels of a tree.
     width:            nodes of a level that get candidates, and candidates of a node; 1 drafts chains.
     nodes:            largest tree, without its root. None takes three a level, or a chain of `steps`.
-    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
-                      on.
     """
 
     steps: int = 4
     width: int = 3
     nodes: PositiveInt | None = None
-    draft_vocabulary: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("steps", MOST_STEPS), ("width", MOST_WIDTH)):
-            if not 1 <= getattr(self, name) <= most:
-                raise UsageError(f"{name} must be a number from 1 to {most}, not {getattr(self, name)}")
+        self.check(steps=MOST_STEPS, width=MOST_WIDTH)
         if (rows := self.width * (self.steps - 1)) > MOST_ROWS:
             raise UsageError(
                 f"a tree of {self.steps} levels of {self.width} nodes computes {rows} rows, at most {MOST_ROWS} can be",
@@ -78,19 +67,14 @@ class FeatureTreeBuild(BuildOptions):
 
 
 @dataclass(frozen=True)
-class FeatureTreeShape:
+class FeatureTreeShape(ChainShape):
     """Sizes of the drafter's graph and buffers.
 
-    steps: N.   width: W.   nodes: K.   static: see above.   draft_vocabulary: H.
+    width: W.   nodes: K.   static: see above.   draft_vocabulary: H.
     hidden_states: of the verifier, which are a feature together.
     draft_logit_scale: factor on the logits.   dtype: of features and KV, the verifier's.
     """
 
-    hidden: PositiveInt
-    vocabulary: PositiveInt
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
-    steps: PositiveInt
     width: PositiveInt
     nodes: PositiveInt
     draft_vocabulary: PositiveInt
@@ -100,26 +84,9 @@ class FeatureTreeShape:
     dtype: Dtype = "float32"
 
 
-def draft_inputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:
-    """Return inputs of the draft graph, in order: see `chain_inputs`."""
-    return (*chain_inputs(shape, len(shape.hidden_states)), *draft_vocabulary_tables(shape))
-
-
-def draft_outputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:
-    """Return outputs of the draft graph, in order: a tree, the logits of each level's best node, the KV in place.
-
-    If candidates are drawn, these nodes are the chain of first draws.
-    """
-    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
-
-
 def _level_width(shape: FeatureTreeShape) -> int:
     """Return the most nodes of a level: `width` candidates of each of `width` nodes, below the first level."""
     return min(shape.width if shape.steps == 1 else shape.width**2, shape.nodes - 1)
-
-
-def _integers(shape: FeatureTreeShape) -> Mapping[str, tuple[int, int]]:
-    return {**draft_vocabulary_integers(shape), **sampling_integers()}
 
 
 def _describe(shape: FeatureTreeShape) -> str:
@@ -128,33 +95,18 @@ def _describe(shape: FeatureTreeShape) -> str:
     return f"{shape.steps} steps{tree}{describe_vocabulary(shape)}"
 
 
-def feature_tree_method(
-    name: str, summary: str, hidden_states: tuple[str, ...] = (names.LAST_HIDDEN_STATE,)
-) -> Method[FeatureTreeShape]:
-    """Return the specification of a method.
-
-    hidden_states: the verifier's that drafters with random weights read.
-    """
-    return Method(
-        id=name,
-        summary=summary,
-        hidden_states=hidden_states,
-        rows="all",
-        graphs={
-            DRAFT: GraphSpec(
-                draft_inputs,
-                draft_outputs,
-                profiles=DRAFT_PROFILES,
-                integers=_integers,
-                looked_up=lambda shape: {names.DRAFT_VOCABULARY: whole_tree(shape.steps, shape.width) - 1},
-                chain_steps=lambda shape: shape.steps,
-            )
-        },
-        shape=FeatureTreeShape,
-        state=lambda shape: chain_state(shape, len(shape.hidden_states)),
-        spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
-        tables=draft_vocabulary_tables,
-        limits=lambda shape: TreeLimits(shape.steps, _level_width(shape), shape.nodes - 1),
-        describe=_describe,
-        build_options=FeatureTreeBuild,
-    )
+METHOD: Method[FeatureTreeShape] = Method(
+    hidden_states=(names.LAST_HIDDEN_STATE,),
+    rows="all",
+    graphs={
+        DRAFT: draft_graph(lambda shape: {names.DRAFT_VOCABULARY: shape.nodes - 1 + (shape.steps - 1) * shape.width}),
+    },
+    shape=FeatureTreeShape,
+    state=chain_state,
+    spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
+    tables=draft_vocabulary_tables,
+    limits=lambda shape: TreeLimits(shape.steps, _level_width(shape), shape.nodes - 1),
+    describe=_describe,
+    build_options=FeatureTreeBuild,
+)
+"""Hidden states of a row are those that drafters with random weights read."""

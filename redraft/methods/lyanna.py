@@ -11,22 +11,21 @@ vocabulary, d rank of the token information. `redraft.signatures`, `redraft.meth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from redraft import names
+from redraft.methods import chains
 from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import (
-    DRAFT_PROFILES,
-    chain_inputs,
+    ChainShape,
     chain_logits,
     chain_state,
-    chain_updates,
     describe_vocabulary,
-    draft_vocabulary_integers,
+    draft_graph,
+    draft_integers,
     draft_vocabulary_tables,
     sampling_inputs,
-    sampling_integers,
     tree_outputs,
 )
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
@@ -50,8 +49,8 @@ class LyannaBuild(BuildOptions):
     nodes:            largest tree of a draft, without its root.
     resample_nodes:   largest resampled tree, without its root; None takes `redraft.methods.base.resampled_nodes`.
     token_info:       a table in fp16, int8 or fp8, or its two low-rank factors.
-    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
-                      on, but FREQUENT_TOKENS of a whole vocabulary of more than LARGE_VOCABULARY tokens (§6.1).
+
+    A whole vocabulary of more than LARGE_VOCABULARY tokens is drafted from FREQUENT_TOKENS by default (§6.1).
     """
 
     steps: PositiveInt | None = None
@@ -59,7 +58,6 @@ class LyannaBuild(BuildOptions):
     nodes: PositiveInt = 32
     resample_nodes: PositiveInt | None = None
     token_info: TokenInfo = "fp16"
-    draft_vocabulary: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -75,20 +73,15 @@ class LyannaOptions:
 
 
 @dataclass(frozen=True)
-class LyannaShape:
+class LyannaShape(ChainShape):
     """Sizes of the drafter's graphs and buffers.
 
-    steps: N.   width: k, children of a node and nodes expanded at each level.   nodes: K, root included.
+    width: k, children of a node and nodes expanded at each level.   nodes: K, root included.
     resample_nodes: largest number of nodes of a resampled tree, root included.
     draft_vocabulary: H.   rank: d, of the low-rank form.   draft_logit_scale: factor on the logits.
     dtype: of features and KV, the verifier's.
     """
 
-    hidden: PositiveInt
-    vocabulary: PositiveInt
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
-    steps: PositiveInt
     width: PositiveInt
     nodes: PositiveInt
     resample_nodes: PositiveInt
@@ -135,17 +128,8 @@ def tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 
 
 def draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
-    """Return inputs of the draft graph, in order: see `chain_inputs`."""
-    return (*chain_inputs(shape), *tables(shape))
-
-
-def draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
-    """Return outputs of the draft graph, in order.
-
-    `chain_logits[b, i]` are the logits of step i + 1, before token information, noise and draft logit scale. Resampling
-    reads them.
-    """
-    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
+    """Return inputs of the draft graph, in order. Its output `chain_logits` has no token information."""
+    return chains.draft_inputs(shape, tables(shape))
 
 
 def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
@@ -166,7 +150,7 @@ def resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 
 def tree_size(steps: int, width: int) -> int:
     """Return the nodes of a whole tree of Algorithm 1, root included."""
-    return 1 + width + (steps - 1) * width * width if steps else 1
+    return chains.whole_tree(steps, width) if steps else 1
 
 
 def level_width(shape: LyannaShape) -> int:
@@ -178,8 +162,7 @@ def _integers(shape: LyannaShape) -> Mapping[str, tuple[int, int]]:
     return {
         names.FIRST_STEP: (1, max(1, shape.steps - 1)),
         TOKEN_INFO_INDEX: (0, shape.draft_vocabulary),
-        **draft_vocabulary_integers(shape),
-        **sampling_integers(),
+        **draft_integers(shape),
     }
 
 
@@ -195,17 +178,13 @@ def _looked_up(shape: LyannaShape, levels: int, nodes: int) -> Mapping[str, int]
 
 METHOD: Method[LyannaShape] = Method(
     id="lyanna",
-    summary="Lyanna: a chain of predicted hidden states with token information.",
     hidden_states=(names.LAST_HIDDEN_STATE,),
     rows="all",
     graphs={
-        DRAFT: GraphSpec(
-            draft_inputs,
-            draft_outputs,
-            profiles=DRAFT_PROFILES,
+        DRAFT: replace(
+            draft_graph(lambda shape: _looked_up(shape, shape.steps, shape.nodes)),
+            inputs=draft_inputs,
             integers=_integers,
-            looked_up=lambda shape: _looked_up(shape, shape.steps, shape.nodes),
-            chain_steps=lambda shape: shape.steps,
         ),
         RESAMPLE: GraphSpec(
             resample_inputs,

@@ -9,18 +9,9 @@ Symbols: N levels, K nodes with the root. `redraft.signatures`, `redraft.methods
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from redraft import names
 from redraft.methods.base import TREE, GraphSpec, Method
-from redraft.methods.chains import (
-    chain_logits,
-    draft_vocabulary_integers,
-    draft_vocabulary_tables,
-    sampling_inputs,
-    sampling_integers,
-    tree_outputs,
-)
+from redraft.methods.chains import chain_logits, draft_integers, draft_vocabulary_tables, sampling_inputs, tree_outputs
 from redraft.methods.static_tree import StaticTreeBuild, StaticTreeShape, describe, looked_up, tree_limits
 from redraft.names import DRAFT, TensorSpec
 
@@ -48,14 +39,8 @@ def _pending_features(shape: StaticTreeShape) -> TensorSpec:
     return TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", names.MAX_PENDING_FEATURES, shape.hidden))
 
 
-def _integers(shape: StaticTreeShape) -> Mapping[str, tuple[int, int]]:
-    rows = {names.NUM_PENDING: (1, names.MAX_PENDING_FEATURES)}
-    return {**rows, **draft_vocabulary_integers(shape), **sampling_integers()}
-
-
 METHOD: Method[StaticTreeShape] = Method(
     id="medusa",
-    summary="Medusa: heads on the verifier's last hidden state, and a static tree of their candidates.",
     hidden_states=(names.LAST_HIDDEN_STATE,),
     rows="last",
     graphs={
@@ -63,7 +48,7 @@ METHOD: Method[StaticTreeShape] = Method(
             draft_inputs,
             draft_outputs,
             profiles={TREE: {}},
-            integers=_integers,
+            integers=lambda shape: {names.NUM_PENDING: (1, names.MAX_PENDING_FEATURES), **draft_integers(shape)},
             looked_up=looked_up,
         )
     },

@@ -17,20 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from redraft import names
-from redraft.methods.base import GraphSpec, Method
-from redraft.methods.chains import (
-    DRAFT_PROFILES,
-    chain_inputs,
-    chain_logits,
-    chain_state,
-    chain_updates,
-    draft_vocabulary_integers,
-    draft_vocabulary_tables,
-    sampling_integers,
-    tree_outputs,
-)
+from redraft.methods.base import Method
+from redraft.methods.chains import chain_state, draft_graph, draft_vocabulary_tables
 from redraft.methods.static_tree import StaticTreeBuild, StaticTreeShape, describe, looked_up, tree_limits
-from redraft.names import DRAFT, TensorSpec
+from redraft.names import DRAFT
 from redraft.records import PositiveInt
 
 
@@ -47,31 +37,11 @@ class MultiHeadShape(StaticTreeShape):
     hidden_states: tuple[str, ...]
 
 
-def draft_inputs(shape: MultiHeadShape) -> tuple[TensorSpec, ...]:
-    """Return inputs of the draft graph, in order: see `chain_inputs`. Of the tokens, it reads the last pending one."""
-    return (*chain_inputs(shape), *draft_vocabulary_tables(shape))
-
-
-def draft_outputs(shape: MultiHeadShape) -> tuple[TensorSpec, ...]:
-    """Return outputs of the draft graph, in order: a tree, the logits of each level's head, the KV in place."""
-    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
-
-
 METHOD: Method[MultiHeadShape] = Method(
     id="multi_head",
-    summary="Meta's multi-token prediction: heads of one layer each on the verifier's trunk, and a static tree.",
     hidden_states=("0",),
     rows="all",
-    graphs={
-        DRAFT: GraphSpec(
-            draft_inputs,
-            draft_outputs,
-            profiles=DRAFT_PROFILES,
-            integers=lambda shape: {**draft_vocabulary_integers(shape), **sampling_integers()},
-            looked_up=looked_up,
-            chain_steps=lambda shape: 1,
-        )
-    },
+    graphs={DRAFT: draft_graph(looked_up, chain_steps=lambda shape: 1)},
     shape=MultiHeadShape,
     state=chain_state,
     spare_rows=names.CATCH_UP_ROWS,
@@ -80,3 +50,4 @@ METHOD: Method[MultiHeadShape] = Method(
     describe=describe,
     build_options=StaticTreeBuild,
 )
+"""Of the pending tokens, the graph reads the last one."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from redraft import names
-from redraft.errors import UsageError
 from redraft.methods.base import BuildOptions, TreeLimits
 from redraft.methods.chains import describe_vocabulary
 from redraft.names import Dtype
@@ -36,20 +35,14 @@ class StaticTreeBuild(BuildOptions):
     nodes:            of the tree, without its root.
     steps:            levels of the tree at most; None takes the number of heads.
     width:            candidates of a head at most; None takes all whose accuracies are known.
-    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
-                      on.
     """
 
     nodes: int = 31
     steps: PositiveInt | None = None
     width: PositiveInt | None = None
-    draft_vocabulary: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nodes <= MOST_NODES:
-            raise UsageError(f"nodes must be a number from 1 to {MOST_NODES}, not {self.nodes}")
-        if self.steps is not None and self.steps > MOST_HEADS:
-            raise UsageError(f"steps must be a number from 1 to {MOST_HEADS}, not {self.steps}")
+        self.check(nodes=MOST_NODES, steps=MOST_HEADS)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class GammaTune(LengthRule):
     A + δ to γ instead, which line 5 overwrites: read literally, the average could never exceed γ, and γ never grow.
 
     The paper gives no value of eta (η), delta (δ), gamma_min and gamma_max. The defaults are among the best of
-    `experiments/controller_sweep.py` for SmolLM2 and its student, with the paper's longest draft as gamma_max.
+    a sweep for SmolLM2 and its student (docs/log.md), with the paper's longest draft as gamma_max.
     """
 
     eta: float = 0.7

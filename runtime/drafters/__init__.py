@@ -2,7 +2,7 @@
 
 `LOOKUP+ID` is a lookup and a drafter that draft together.
 
-A method's drafter is `DRAFTER` of its module here, which is imported on first use.
+A method's drafter is `DRAFTER` of the module here that its row names, which is imported on first use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
-from redraft.methods import LOOKUPS, NGRAM, NONE, UNBUILT
+from redraft.methods import LOOKUPS, NGRAM, NONE, ROWS, UNBUILT
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.verifier import Verifier
 
@@ -60,9 +60,9 @@ def load_drafter(
         problem = f"this bundle has no drafter {drafter!r}"
         hint = "" if built else ", or build it with `redraft build MODEL --drafter ID=DIR`"
         raise UsageError(problem, f"choose one of {', '.join(method_words(built))}{hint}")
-    module = import_module(f"redraft.runtime.drafters.{method}")
-    made: Drafter = module.DRAFTER.create(verifier, options or {}, bundle, drafter)
-    return made
+    row = ROWS[method]
+    kind: type[Drafter] = import_module(f"{__name__}.{row.runtime or row.family}").DRAFTER
+    return kind.create(verifier, options or {}, bundle, drafter)
 
 
 __all__ = [

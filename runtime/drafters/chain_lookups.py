@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import abc, defaultdict
 
-from redraft.methods.ngram import LONGEST_MATCH
+from redraft.methods.unbuilt import LONGEST_MATCH
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, moved
 from redraft.runtime.offers import Offer, OfferKey

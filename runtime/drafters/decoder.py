@@ -24,6 +24,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, slots_of
+from redraft.engines.drafters import BuiltDrafter
 from redraft.names import DRAFT
 from redraft.runtime.drafters.candidate_noise import RowsProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
@@ -62,14 +63,14 @@ class Drafting:
 
 
 class DecoderDrafter(EngineDrafter):
-    """Drafts chains, or trees if its shape is wide, with a decoder of its own. A subclass sets `method`."""
+    """Drafts chains, or trees if its shape is wide, with a decoder of its own, from tokens alone."""
 
     step_graphs: ClassVar[tuple[str, ...]] = ()
     """Graphs of a step that it runs."""
 
-    def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
+    def __init__(self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any) -> None:
         """Load its programs. Raises as `EngineDrafter`."""
-        super().__init__(verifier, shape, tables, options, name, self.method.spare_rows, self.step_graphs)
+        super().__init__(verifier, built, tables, options, self.step_graphs)
         self._calls: LruCache[tuple[range, int, int, int], DraftCall] = LruCache(self._most_calls, self._device.wait)
         self._positions = np.minimum(self._positions, verifier.max_model_len - 1)
         """Position of each row. No token has a row beyond the context; those of padding must have some position."""
@@ -339,3 +340,6 @@ class DecoderDrafter(EngineDrafter):
                 call.fill(starts, pending, self._positions)
                 call.work()
                 self._device.wait()
+
+
+DRAFTER = DecoderDrafter

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import abc
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from redraft import names
 from redraft.engines import check_tree
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array, Buffer, Device, Program, Work, byte_size, sized, slots_of
+from redraft.engines.drafters import BuiltDrafter
 from redraft.errors import UsageError
-from redraft.methods import Method
 from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
 from redraft.runtime.bound_step import gathered, slot_copy
 from redraft.runtime.drafters.base import TreeMaker
@@ -39,30 +39,28 @@ MOST_CALLS = 128
 
 
 class EngineDrafter(TreeMaker):
-    """The shared part of such drafters. A subclass sets `method`; its shape has `nodes` of a draft."""
+    """The shared part of such drafters. The method's shape has `nodes` of a draft."""
 
     has_engines = True
-    method: ClassVar[Method[Any]]
 
     def __init__(
-        self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str, spare_rows: int,
+        self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any,
         step_graphs: tuple[str, ...] = (), copied: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Load its programs. Raises BundleError, and BackendError if they do not fit the device.
 
-        shape: sizes of its graphs.   tables: arrays by name.   options: the method's.   name: the drafter's id.
-        spare_rows: rows of its KV beyond the context.   step_graphs: graphs of a step that it runs.
+        tables: arrays by name.   options: the method's.   step_graphs: graphs of a step that it runs.
         copied: tensors of the state that it also has a copy of.
         """
         super().__init__(verifier)
         self.options = options
-        self.name = name
-        self.shape = shape
+        self.method, self.name, self.shape = built.method, built.id, built.shape
+        name, shape = self.name, self.shape
         self.limits = self.method.limits(shape)
         device = self._device = verifier.device
         sizes = {
             "B": verifier.max_num_seqs,
-            "C": names.kv_rows(verifier.max_model_len + spare_rows),
+            "C": names.kv_rows(verifier.max_model_len + self.method.spare_rows),
             "W": names.MAX_PENDING_FEATURES,
         }
         state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in self.method.state(shape)}
@@ -92,7 +90,7 @@ class EngineDrafter(TreeMaker):
         assert bundle is not None
         built = bundle.drafter(drafter)
         check_tree(verifier.largest_tree, built.shape.nodes)
-        return cls(verifier, built.shape, bundle.tables(drafter), cls.method.parse_options(options), drafter)  # type: ignore[call-arg]
+        return cls(verifier, built, bundle.tables(drafter), built.method.parse_options(options))
 
     @property
     def _most_calls(self) -> int:

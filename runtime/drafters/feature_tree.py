@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import replace
 
-from redraft.methods.base import Method
-from redraft.methods.feature_tree import FeatureTreeShape
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, Tree
@@ -24,10 +22,4 @@ class FeatureTreeDrafter(HiddenStateDrafter):
         return super().draft(batch, chains)
 
 
-def drafter_of(specification: Method[FeatureTreeShape]) -> type[FeatureTreeDrafter]:
-    """Return the drafter of a method."""
-
-    class Drafter(FeatureTreeDrafter):
-        method = specification
-
-    return Drafter
+DRAFTER = FeatureTreeDrafter

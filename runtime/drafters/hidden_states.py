@@ -15,6 +15,7 @@ from typing import Any
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, slots_of
+from redraft.engines.drafters import BuiltDrafter
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall
@@ -27,14 +28,14 @@ _CATCH_UP_CALL = "catch_up"
 
 
 class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
-    """The shared part of such drafters. A subclass sets `method`; its shape has `steps` and `nodes` of a draft."""
+    """Drafts a tree or a chain in one engine call. The method's shape has `steps` and `nodes` of a draft."""
 
-    def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
+    def __init__(self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any) -> None:
         """Load its programs. Raises as `OneCallDrafter`."""
         several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
-        chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in self.method.roles(shape) else ()
+        chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in built.method.roles(built.shape) else ()
         self._lost_chain: Buffer | None = None
-        super().__init__(verifier, shape, tables, options, name, chains)
+        super().__init__(verifier, built, tables, options, chains)
         self._chains = [
             _Backup(self._device, slots_of(self._state[chain], range(slot, slot + 1)))
             for chain in chains
@@ -146,3 +147,6 @@ class _Backup:
 def _like(device: Device, buffer: Buffer) -> Buffer:
     """Return a new buffer of the same type and shape."""
     return device.empty(buffer.dtype, *buffer.shape)
+
+
+DRAFTER = HiddenStateDrafter

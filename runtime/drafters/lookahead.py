@@ -36,7 +36,8 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 
-from redraft.methods.lookahead import METHOD, LookaheadOptions
+from redraft.methods import find_method
+from redraft.methods.unbuilt import LookaheadOptions
 from redraft.runtime.drafters.lookup import GrowingDraft, LookupDrafter, moved
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
@@ -181,7 +182,7 @@ class RequestState:
 class LookaheadDrafter(LookupDrafter):
     """Offers the window and the n-grams after the latest token. Rates that one request has learned serve the next."""
 
-    method = METHOD
+    method = find_method("lookahead")
     branches = True
 
     def __init__(self, verifier: Verifier, options: LookaheadOptions | None = None) -> None:

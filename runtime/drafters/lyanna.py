@@ -10,7 +10,7 @@ from collections import abc
 from functools import cached_property, partial
 
 from redraft import names
-from redraft.methods.lyanna import METHOD, tree_size
+from redraft.methods.lyanna import tree_size
 from redraft.methods.lyanna_token_info import lookup
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.candidate_noise import AddedLogits
@@ -21,8 +21,6 @@ from redraft.types import Budget, Tree
 
 class LyannaDrafter(HiddenStateDrafter):
     """Drafts from predicted hidden states, and resamples the unused steps of its last draft."""
-
-    method = METHOD
 
     @cached_property
     def _left(self) -> list[int]:

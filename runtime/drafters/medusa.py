@@ -10,7 +10,6 @@ from collections import abc
 
 from redraft import names
 from redraft.engines.device import Array
-from redraft.methods.medusa import METHOD
 from redraft.runtime.drafters.engine import space_before
 from redraft.runtime.drafters.one_call import OneCallDrafter, TreeCall
 from redraft.runtime.sequence import Sequence
@@ -19,8 +18,6 @@ from redraft.types import Outcome, Tree
 
 class MedusaDrafter(OneCallDrafter):
     """Drafts from the hidden state that gave a sequence's last token."""
-
-    method = METHOD
 
     def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
         """Return 0 for each sequence: no row is kept. Raises UsageError without space for `rows` rows."""

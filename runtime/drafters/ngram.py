@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import abc, defaultdict
 from dataclasses import dataclass, field
 
-from redraft.methods.ngram import LONGEST_MATCH, METHOD, NgramOptions
+from redraft.methods import NGRAM, find_method
+from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
 from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter, moved
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
@@ -109,7 +110,7 @@ class NgramIndex:
 class NgramDrafter(LookupDrafter):
     """Drafts by prompt lookup. Rates that one request has learned serve the next."""
 
-    method = METHOD
+    method = find_method(NGRAM)
 
     def __init__(self, verifier: Verifier, options: NgramOptions | None = None) -> None:
         super().__init__(verifier, options)

@@ -18,6 +18,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
+from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.host_device import array_of
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.bound_step import bound, gathered
@@ -45,23 +46,19 @@ class Drafting:
 
 
 class OneCallDrafter(FeatureBuffers):
-    """The shared part of such drafters. A subclass sets `method`; its shape has `steps` and `nodes` of a draft."""
+    """The shared part of such drafters. The method's shape has `steps` and `nodes` of a draft."""
 
     def __init__(
-        self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str,
+        self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any,
         copied: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """Load its programs. Raises BundleError, and BackendError if they do not fit the device.
-
-        shape: sizes of its graphs.   tables: arrays by name.   options: the method's.   name: the drafter's id.
-        copied: tensors of the state that it also has a copy of.
-        """
+        """Load its programs. The arguments and errors are those of `EngineDrafter`."""
         device = verifier.device
         self._store = verifier.steps.store if device.step_graphs else None
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
-        super().__init__(verifier, shape, tables, options, name, self.method.spare_rows, step_graphs, copied)
+        super().__init__(verifier, built, tables, options, step_graphs, copied)
         self._calls: LruCache[tuple[str, int, int], TreeCall] = LruCache(self._most_calls, device.wait)
-        self._nodes = [shape.nodes] * verifier.max_num_seqs
+        self._nodes = [self.shape.nodes] * verifier.max_num_seqs
         verifier.attach(self)
         if device.asynchronous:
             self._warm()

@@ -21,7 +21,6 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run
-from redraft.methods.steered import METHOD
 from redraft.names import STEER
 from redraft.runtime.bound_step import gathered
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
@@ -42,7 +41,6 @@ class SteeredDrafting(Drafting):
 class SteeredDrafter(PendingFeatures, DecoderDrafter):
     """Drafts chains with a decoder that the verifier's hidden states steer."""
 
-    method = METHOD
     step_graphs = (names.STEP_GATHER_FEATURES,)
 
     def _open(self) -> None:

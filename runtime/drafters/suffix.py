@@ -15,7 +15,8 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from redraft.errors import UsageError
-from redraft.methods.suffix import METHOD, SuffixOptions
+from redraft.methods import find_method
+from redraft.methods.unbuilt import SuffixOptions
 from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter, moved
 from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixStore, SuffixTree
 from redraft.runtime.offers import Offer
@@ -93,11 +94,11 @@ class SuffixDrafter(LookupDrafter):
     Requests share learned rates. Only requests of one tenant share texts.
     """
 
-    method = METHOD
+    method = find_method("suffix")
 
     def __init__(self, verifier: Verifier, options: SuffixOptions | None = None) -> None:
         super().__init__(verifier, options)
-        limits = self.options
+        limits: SuffixOptions = self.options
         self._context = limits.suffix_decoding_max_tree_depth - 1
         self._own_rates, self._stored_rates = Rates(), Rates()
         self.store: SuffixStore | None = None
@@ -186,7 +187,8 @@ class SuffixDrafter(LookupDrafter):
 
     def _most(self, length: int) -> int:
         """Return how many tokens may follow a context of `length` tokens. Only its last tokens may count."""
-        depth, factor = self._context + 1, self.options.suffix_decoding_max_spec_factor
+        depth: int = self._context + 1
+        factor: float = self.options.suffix_decoding_max_spec_factor
         used = min(length, max(int(depth / (1 + factor)), 1))
         return max(min(int(factor * used), depth - used), 1)
 

@@ -61,7 +61,7 @@ def verify(tree: Tree, target: Target, chance: Chance, block: bool) -> Accepted:
 
 
 def verify_tree(tree: Tree, target: Target, chance: Chance) -> Accepted:
-    """PathSampler from the root to the first node without an accepted child, and draw the next token there.
+    """Go from the root to the first node without an accepted child, and draw the next token there.
 
     `target` is called for accepted nodes only.
     """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from redraft.assembly import quality
 from redraft.assembly.precisions import WORST, describe_choice, describe_target, misses, raised
-from redraft.assembly.quality import Compared, Texts
+from redraft.assembly.quality import Compared, Scorer, Texts
+from redraft.engines import open_bundle
 from redraft.engines.manifest import Quality
 from redraft.errors import UsageError
 from redraft.export.quantization.calibrate import Calibration
@@ -38,6 +41,22 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found.error == pytest.approx(np.std(losses["q"] - losses["p"]) / math.sqrt(TOKENS - 1), rel=1e-4)
     assert found.divergences == pytest.approx((p * np.log(p / q)).sum(-1), abs=1e-6)
     assert found.same.tolist() == (exact.argmax(-1) == own.argmax(-1)).tolist()
+
+
+def test_logits_of_a_text_are_those_of_transformers(
+    checkpoint: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text is computed in chunks, over buffers that keep what came before."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(quality, "CHUNK_TOKENS", 8)
+    tokens = np.random.default_rng(0).integers(3, 32, 50).tolist()
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(checkpoint).eval()(torch.tensor([tokens])).logits[0].numpy()
+    chunks = [chunk.copy() for chunk in Scorer(open_bundle(bundle), threads=1).logits(tokens)]
+    assert [len(chunk) for chunk in chunks] == [8] * 6 + [2]
+    assert np.concatenate(chunks) == pytest.approx(expected, abs=1e-4)
 
 
 def test_texts_have_one_length_and_calibration_other_tokens() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from .tokenizer_files import (
     Files,
     byte_level,
     metaspace,
+    sentencepiece_files,
     sentencepiece_model,
     tekken,
     tiktoken_vocabulary,
@@ -61,39 +64,32 @@ def assert_text_is_that_of_transformers(checkpoint: Path, bundle: Path) -> None:
     assert written == expected.special_tokens_map
 
 
-def formats(folder: Path) -> dict[str, tuple[Files, str, dict[str, Any]]]:
-    """Files, model type and settings by format."""
-    added = {"263": {"content": "<s>", "special": True}, "264": {"content": "<|eot|>", "special": True}}
-    bpe, unigram = (sentencepiece_model(folder, kind) for kind in ("bpe", "unigram"))
-    class_of_llama = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **NAMES}
-    return {
-        "sentencepiece": ({"tokenizer.model": bpe}, "llama", class_of_llama),
-        "sentencepiece, BOS and EOS": ({"tokenizer.model": bpe}, "llama", {**class_of_llama, "add_eos_token": True}),
-        "sentencepiece, no settings": ({"tokenizer.model": bpe}, "mistral", {}),
-        "sentencepiece, unigram": ({"tokenizer.model": unigram}, "llama", {}),
-        "tiktoken": (
-            {"tokenizer.model": tiktoken_vocabulary()}, "llama",
-            {"bos_token": "<s>", "eos_token": "<|eot|>", "added_tokens_decoder": added},
-        ),
-        "tiktoken by its name": ({"tiktoken.model": tiktoken_vocabulary()}, "llama", {}),
-        "tekken": ({"tekken.json": tekken()}, "mistral", {}),
-        "vocabulary and merges": (vocabulary_and_merges(), "gpt2", {}),
-        "vocabulary and merges of Qwen": (vocabulary_and_merges(), "qwen2", {}),
-        "vocabulary and merges, class named": (vocabulary_and_merges(), "llama", {"tokenizer_class": "GPT2Tokenizer"}),
-    }  # fmt: skip
+CLASS = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **NAMES}
+ADDED = {"263": {"content": "<s>", "special": True}, "264": {"content": "<|eot|>", "special": True}}
+FORMATS: dict[str, tuple[Callable[[Path], Files], str, dict[str, Any]]] = {
+    "sentencepiece": (sentencepiece_files, "llama", CLASS),
+    "sentencepiece, BOS and EOS": (sentencepiece_files, "llama", {**CLASS, "add_eos_token": True}),
+    "sentencepiece, no settings": (sentencepiece_files, "mistral", {}),
+    "sentencepiece, unigram": (partial(sentencepiece_files, kind="unigram"), "llama", {}),
+    "tiktoken": (
+        lambda folder: {"tokenizer.model": tiktoken_vocabulary()}, "llama",
+        {"bos_token": "<s>", "eos_token": "<|eot|>", "added_tokens_decoder": ADDED},
+    ),
+    "tiktoken by its name": (lambda folder: {"tiktoken.model": tiktoken_vocabulary()}, "llama", {}),
+    "tekken": (lambda folder: {"tekken.json": tekken()}, "mistral", {}),
+    "vocabulary and merges": (lambda folder: vocabulary_and_merges(), "gpt2", {}),
+    "vocabulary and merges of Qwen": (lambda folder: vocabulary_and_merges(), "qwen2", {}),
+    "class named": (lambda folder: vocabulary_and_merges(), "llama", {"tokenizer_class": "GPT2Tokenizer"}),
+}  # fmt: skip
+"""Files in a scratch folder, model type and settings by format."""
 
 
-FORMATS = (
-    "sentencepiece", "sentencepiece, BOS and EOS", "sentencepiece, no settings", "sentencepiece, unigram", "tiktoken",
-    "tiktoken by its name", "tekken", "vocabulary and merges", "vocabulary and merges of Qwen",
-    "vocabulary and merges, class named",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_older_formats_are_converted(name: str, tmp_path: Path, bundle: Path) -> None:
-    files, model_type, settings = formats(tmp_path)[name]
-    assert_text_is_that_of_transformers(write_folder(tmp_path / "model", files, model_type, **settings), bundle)
+@pytest.mark.parametrize(("files", "model_type", "settings"), FORMATS.values(), ids=FORMATS)
+def test_older_formats_are_converted(
+    files: Callable[[Path], Files], model_type: str, settings: dict[str, Any], tmp_path: Path, bundle: Path
+) -> None:
+    folder = write_folder(tmp_path / "model", files(tmp_path), model_type, **settings)
+    assert_text_is_that_of_transformers(folder, bundle)
 
 
 EOT = {"600": {"content": "<|eot|>", "special": True}}
@@ -275,17 +271,16 @@ def test_ids_that_begin_and_end_a_text(
     assert write_text_files(write_folder(tmp_path / "model", files, **settings), bundle) == expected
 
 
-def test_a_bundle_keeps_the_sampling_defaults(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+def test_a_bundle_keeps_the_sampling_defaults_if_there_are_any(
+    llama: dict[str, Any], tmp_path: Path, bundle: Path
+) -> None:
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     generation = {**sampling, "min_p": None, "eos_token_id": 2, "transformers_version": "5"}
-    files = {"tokenizer.json": llama, "generation_config.json": generation}
-    write_text_files(write_folder(tmp_path / "model", files, **NAMES), bundle)
-    assert json.loads((bundle / "generation_config.json").read_text()) == sampling
-
-
-def test_a_checkpoint_without_sampling_defaults(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
-    write_text_files(write_folder(tmp_path / "model", {"tokenizer.json": llama}, **NAMES), bundle)
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": llama}, **NAMES)
+    write_text_files(folder, bundle)
     assert not (bundle / "generation_config.json").exists()
+    write_text_files(write_folder(folder, {"generation_config.json": generation}), bundle)
+    assert json.loads((bundle / "generation_config.json").read_text()) == sampling
 
 
 def test_ids_of_another_kind_are_refused(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:

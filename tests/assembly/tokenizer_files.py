@@ -54,6 +54,11 @@ def sentencepiece_model(folder: Path, kind: str = "bpe") -> bytes:
     return (folder / "trained.model").read_bytes()
 
 
+def sentencepiece_files(folder: Path, kind: str = "bpe") -> Files:
+    """The model as a checkpoint's file."""
+    return {"tokenizer.model": sentencepiece_model(folder, kind)}
+
+
 def byte_level() -> dict[str, Any]:
     """A `tokenizer.json` of byte-level BPE, like GPT-2's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

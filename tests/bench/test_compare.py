@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from tests.runtime.fakes import make_runtime
 
-from redraft.bench.compare import INEXACT, PLAIN, Settings, compare
-from redraft.bench.prompts import Prompt
+from redraft.bench.compare import INEXACT, PLAIN, Settings, compare, in_turns
+from redraft.bench.prompts import BenchPrompt
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-TURNS = Prompt("p", "k", "one", ("two", "three"))
+TURNS = BenchPrompt("p", "k", "one", ("two", "three"))
 PARAMS = SamplingParams(max_tokens=8)
 
 
@@ -50,12 +50,12 @@ def test_a_prompt_that_does_not_fit_is_named_before_anything_is_decoded() -> Non
     reports: list[str] = []
     for settings in (Settings(PARAMS), Settings(PARAMS, chat=True)):
         with pytest.raises(UsageError, match=r"prompt long: the .* has .* tokens and the context holds 30"):
-            compare(chats(30), [TURNS, Prompt("long", "k", "a" * 30)], ["ngram"], settings, reports.append)
+            compare(chats(30), [TURNS, BenchPrompt("long", "k", "a" * 30)], ["ngram"], settings, reports.append)
     assert not reports
 
 
 def test_a_chat_that_outgrows_the_context_ends_there() -> None:
-    other = Prompt("q", "k", "b", ("c",))
+    other = BenchPrompt("q", "k", "b", ("c",))
     runs = compare(chats(22), [TURNS, other], ["ngram"], Settings(PARAMS, chat=True))
     assert [(run.prompt.id, run.turn) for run in runs] == [("p", 1), ("q", 1), ("q", 2)]
 
@@ -77,3 +77,12 @@ def test_a_run_loops_if_its_plain_output_does() -> None:
     assert run.loops
     (run,) = compare(make_runtime(letters), [TURNS], ["ngram"], Settings(params))
     assert not run.loops
+
+
+def test_the_order_flips_within_each_kind_after_a_warm_up() -> None:
+    warmed: list[str] = []
+    lines: list[str] = []
+    orders = list(in_turns(["p", "q"], ["code", "prose", "code", "prose", "code"], warmed.append, lines.append))
+    assert warmed == ["p", "q"]
+    assert orders == [["p", "q"], ["p", "q"], ["q", "p"], ["q", "p"], ["p", "q"]]
+    assert lines == ["warming up p", "warming up q", *(f"prompt {number} of 5" for number in range(1, 6))]

@@ -16,8 +16,8 @@ from tests.runtime.devices import Fakes, tensorrt_device
 from tests.runtime.lyanna_bundle import CONTEXT
 
 from redraft.bench import gpu as gpu_bench
-from redraft.bench import gpu_speed, gpu_tokens
-from redraft.bench.gpu_tokens import WrongTokens
+from redraft.bench import gpu_speed
+from redraft.bench.gpu import WrongTokens, check_reference
 from redraft.engines import open_bundle
 from redraft.errors import BackendError, BundleError, UsageError
 from redraft.runtime import Runtime, SpeculationParams, api
@@ -133,7 +133,7 @@ def test_a_wrong_token_is_an_error_after_all_was_written(
 def test_a_near_tie_is_reported_without_an_error(
     bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_tokens, "NEAR_TIES", {"fp32": 1e9})
+    monkeypatch.setattr(gpu_bench, "NEAR_TIES", {"fp32": 1e9})
     found = measure("--engines", bundle, "--device", "cpu")["tokens"]
     assert [len(found[method]["differences"]) for method in METHODS] == [1, 1, 1]
     assert all(not found[method]["wrong"] for method in METHODS)
@@ -198,3 +198,29 @@ def test_a_build_that_fails_is_an_error_in_the_report(
 def test_an_error_is_no_reason_to_skip(tmp_path: Path, measure: Measure) -> None:
     with pytest.raises(BundleError, match="expected an engine bundle"):
         measure("--engines", tmp_path / "none", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": {"model.safetensors": "1" * 64}}, "the reference is of another model: expected the weights of"),
+        ({"random_weights": True}, "the reference is of another model"),
+        ({"weights": {}}, "the reference is of another model"),
+        ({"source": "elsewhere"}, None),
+    ],
+)
+def test_a_reference_of_another_model_is_refused(bundle: Path, changes: dict[str, Any], message: str | None) -> None:
+    """The same weights under another name are the same model."""
+    manifest = open_bundle(bundle, verify=False).manifest
+    other = replace(manifest, model=replace(manifest.model, **changes))
+    if message is None:
+        check_reference(manifest, other)
+        return
+    with pytest.raises(UsageError, match=message):
+        check_reference(manifest, other)
+
+
+def test_a_reference_that_the_host_cannot_run_is_refused(bundle: Path) -> None:
+    manifest = open_bundle(bundle, verify=False).manifest
+    with pytest.raises(UsageError, match="the reference is for tensorrt"):
+        check_reference(manifest, replace(manifest, backend="tensorrt"))

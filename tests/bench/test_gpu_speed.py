@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.bench.runs import make_generation, make_run
 from tests.runtime.devices import cpu_device, open_over, tensorrt_device
 from tests.runtime.lyanna_bundle import CONTEXT
 
 from redraft import names
-from redraft.bench.compare import Run
 from redraft.bench.gpu_speed import bounded, host_us, plain_share, step_ms_by_acceptance
-from redraft.bench.prompts import Prompt
+from redraft.bench.prompts import BenchPrompt
 from redraft.bench.roofline import traffic
 from redraft.engines import open_bundle
-from redraft.runtime import Generation, SamplingParams, bound_step, speculation
-from redraft.runtime.metrics import Metrics
+from redraft.runtime import SamplingParams, bound_step, speculation
 from redraft.runtime.synthetic import Acceptance
 from redraft.types import Budget, Costs
 
@@ -46,24 +45,14 @@ def test_the_hosts_time_leaves_out_its_waits(
         monkeypatch.setattr(fakes.device, "wait", waited)
         monkeypatch.setattr(bound_step.BoundTreeStep, "fill", filled)
         params = SamplingParams(max_tokens=12, ignore_eos=True)
-        found = host_us(runtime, Prompt("one", "letters", "abcd"), params, size)
+        found = host_us(runtime, BenchPrompt("one", "letters", "abcd"), params, size)
     assert found == pytest.approx(20, rel=1e-3)
-
-
-def generation(tokens: int, per_second: float, accepted: int = 0, sizes: tuple[int, ...] = ()) -> Generation:
-    """`tokens` tokens, the first from the prompt."""
-    steps = tokens - 1 - accepted
-    total = (tokens - 1) / per_second * 1e3
-    metrics = Metrics(steps, 0, 0, accepted, 0.0, 0.0, (), per_second, 0.0, 0.0,
-                      {"draft": 0.0, "resample": 0.0, "verify": 0.0, "host": total}, size_histogram=sizes)  # fmt: skip
-    return Generation("", (0,) * tokens, "length", 20, metrics)
 
 
 def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path) -> None:
     """A step of 4 ms with a verification of 2 alone: half the share. In the middle of a text, 40 rows are in the KV."""
     opened = open_bundle(bundle, verify=False)
-    runs = [Run(Prompt("p", "letters", "abcd"), [1], {"none": generation(41, 250.0)})]
-    found = plain_share(opened, runs, 2.0, 1e9)
+    found = plain_share(opened, [make_run(none=make_generation(250.0, tokens=(0,) * 41))], 2.0, 1e9)
     step, alone = (traffic(opened, names.VERIFIER, 1, kv_len).total for kv_len in (40, CONTEXT - 1))
     assert step < alone
     assert (found["ms"], found["verification_ms"], found["kv_len"]) == (4.0, 2.0, 40)
@@ -79,9 +68,9 @@ def test_the_bound_is_compared_with_acceptance_on_host_and_device() -> None:
     The runs take 8 ms a step, 1.5 times plain; steps accepted on the device 7.5 ms, 1.6 times plain. Plain decoding
     slower than t(1) raises both shares; in time alone, the bound has 5 of 8 ms.
     """
-    sizes = (0, 0, 0, 0, 20)
-    generations = {"none": generation(61, 250.0), "ngram": generation(61, 375.0, accepted=40, sizes=sizes)}
-    runs = [Run(Prompt("p", "letters", "abcd"), [1], generations)]
+    tokens = (0,) * 61
+    drafted = make_generation(375.0, 20, 60, 40, tokens, host_ms=160.0, sizes=(0, 0, 0, 0, 20))
+    runs = [make_run(none=make_generation(250.0, tokens=tokens), ngram=drafted)]
     found = bounded(runs, [0.0, 3.0, 4.0, 4.5, 5.0], {"host": 8.1, "device": 7.5}, (0.9, 0.8))
     assert found["bound"] == pytest.approx(1.8)
     assert found["share_of_bound"] == pytest.approx(1.5 / 1.8)
@@ -111,7 +100,7 @@ def test_acceptance_on_host_and_device_is_timed_over_whole_trees(
     with open_over(device, bundle) as runtime:
         monkeypatch.setattr(bound_step.BoundTreeStep, "_settled", slow)
         monkeypatch.setattr(time, "perf_counter", lambda: next(seconds) * 1e-3)
-        near_the_end = Prompt("long", "letters", "abcd" * 18)
+        near_the_end = BenchPrompt("long", "letters", "abcd" * 18)
         found = step_ms_by_acceptance(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))
     assert found["host"] > 1000 > found["device"] > 0
     assert read

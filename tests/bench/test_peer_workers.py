@@ -13,21 +13,30 @@ import pytest
 from tests.standins import peers
 
 from redraft.bench.peers import worker as workers
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoder, Model, PeerError, Source
+from redraft.bench.peers.base import (
+    NGRAM,
+    PLAIN,
+    RECORD,
+    Decoder,
+    PeerError,
+    PeerModel,
+    PeerSource,
+    converted,
+    run_tool,
+)
 from redraft.bench.peers.llamacpp import gguf_file
-from redraft.bench.peers.models import RECORD, kept_model, run_tool
 from redraft.bench.peers.openvino import convert as convert_openvino
 from redraft.bench.peers.worker import Turn, Worker, answer_requests
 
-MODEL = Model(Path("none"), "fp32", threads=2, context=9)
+MODEL = PeerModel(Path("none"), "fp32", threads=2, context=9)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Callable[[Model], Decoder]], Worker]]:
+def start() -> Iterator[Callable[[Callable[[PeerModel], Decoder]], Worker]]:
     """Starts a worker that ends with the test."""
     started: list[Worker] = []
 
-    def worker(open_model: Callable[[Model], Decoder]) -> Worker:
+    def worker(open_model: Callable[[PeerModel], Decoder]) -> Worker:
         started.append(Worker(partial(open_model, MODEL)))
         return started[-1]
 
@@ -114,7 +123,7 @@ def test_an_interrupt_ends_the_program_that_a_worker_runs(tmp_path: Path, monkey
 
     monkeypatch.setattr(Worker, "_answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Worker(partial(peers.Exporting, Model(tmp_path, "fp32", threads=2, context=9)))
+        Worker(partial(peers.Exporting, PeerModel(tmp_path, "fp32", threads=2, context=9)))
     program = int((tmp_path / "pid").read_text())
     until = time.monotonic() + 10
     while runs(program) and time.monotonic() < until:
@@ -134,7 +143,7 @@ def test_a_worker_without_a_parent_ends_quietly() -> None:
     """Its answer may come after the parent has gone."""
     ours, theirs = Pipe()
     ours.close()
-    process = get_context("spawn").Process(target=workers._serve, args=(theirs, partial(peers.Counter, MODEL)))
+    process = get_context("spawn").Process(target=workers.serve, args=(theirs, partial(peers.Counter, MODEL)))
     process.start()
     theirs.close()
     process.join(60)
@@ -142,10 +151,10 @@ def test_a_worker_without_a_parent_ends_quietly() -> None:
 
 
 def test_a_model_is_converted_again_only_for_other_files(tmp_path: Path) -> None:
-    source = Source(tmp_path / "checkpoint", Path("none"))
+    source = PeerSource(tmp_path / "checkpoint", Path("none"))
     source.checkpoint.mkdir()
     (source.checkpoint / "model.safetensors").write_text("a")
-    convert = partial(kept_model, peers.COUNTER, source, "fp32", tmp_path / "keep")
+    convert = partial(converted, peers.COUNTER, source, "fp32", tmp_path / "keep")
     assert (convert() / "model").read_text() == "fp32"
     convert()
     assert (source.checkpoint / "conversions").read_text() == "x"
@@ -156,7 +165,7 @@ def test_a_model_is_converted_again_only_for_other_files(tmp_path: Path) -> None
 
 def test_a_failed_conversion_keeps_no_model(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="no fp32 for you"):
-        kept_model(peers.BROKEN, Source(tmp_path, Path("none")), "fp32", tmp_path / "keep")
+        converted(peers.BROKEN, PeerSource(tmp_path, Path("none")), "fp32", tmp_path / "keep")
     assert not list((tmp_path / "keep").rglob(RECORD))
     assert not (tmp_path / "keep" / "broken" / "fp32").exists()
 
@@ -173,7 +182,7 @@ def test_a_checkpoint_needs_one_gguf_file(tmp_path: Path) -> None:
 
 def test_openvino_needs_its_exporter(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"no exporter .*optimum-intel"):
-        convert_openvino(Source(tmp_path, tmp_path / "optimum-cli"), "int4", tmp_path)
+        convert_openvino(PeerSource(tmp_path, tmp_path / "optimum-cli"), "int4", tmp_path)
 
 
 @pytest.mark.parametrize(

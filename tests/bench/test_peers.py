@@ -14,17 +14,18 @@ from tests.standins import peers
 
 from redraft.bench.peers import command, turns
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError
-from redraft.bench.peers.figures import figures
+from redraft.bench.peers.figures import figures, markdown
 from redraft.bench.peers.ours import NAME
-from redraft.bench.peers.table import markdown
 from redraft.bench.peers.turns import Key, Question, Results, make_questions, take_turns
 from redraft.bench.peers.worker import Opened, Turn
-from redraft.bench.prompts import Prompt
+from redraft.bench.prompts import BenchPrompt
 from redraft.errors import DataError, UsageError
 
 OURS, THEIRS = Key(NAME, "fp32"), Key("peer", "fp32")
 OPENED = Opened((PLAIN, NGRAM), {"threads": 2})
-QUESTIONS = [Question(Prompt(name, kind, name), [1], (2, 3, 4)) for name, kind in (("a", "x"), ("b", "y"), ("c", "x"))]
+QUESTIONS = [
+    Question(BenchPrompt(name, kind, name), [1], (2, 3, 4)) for name, kind in (("a", "x"), ("b", "y"), ("c", "x"))
+]
 
 
 def turn(seconds: float, *tokens: int) -> Turn:
@@ -83,16 +84,11 @@ def test_questions_are_first_turns_with_our_answers() -> None:
     runtime = make_runtime(rule)
     eos = runtime.generate([[97]])[0].token_ids
     assert len(eos) == 10
-    prompts = [Prompt("p", "k", "a", ("later",)), Prompt("q", "k", "b")]
+    prompts = [BenchPrompt("p", "k", "a", ("later",)), BenchPrompt("q", "k", "b")]
     (question,) = make_questions(runtime, prompts, 20, chat=False, system=None)
     assert (question.prompt.id, list(question.token_ids), question.count) == ("p", [97], 10)
     with pytest.raises(DataError, match="no answer has 8 tokens"):
         make_questions(runtime, prompts[1:], 20, chat=False, system=None)
-
-
-def test_a_prompt_that_fills_the_context_is_named() -> None:
-    with pytest.raises(UsageError, match="prompt long: the prompt has 30 tokens"):
-        make_questions(make_runtime(max_model_len=30), [Prompt("long", "k", "a" * 30)], 20, chat=False, system=None)
 
 
 def results() -> Results:
@@ -199,8 +195,8 @@ def measure(lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("abcd", "efgh")))
     checkpoint.mkdir()
 
-    def run(*options: str, engines: Sequence[Path] = (lyanna_bundle,)) -> None:
-        given = ["--engines", *engines, "--checkpoint", checkpoint, "--prompts", prompts, "--max-new-tokens", "9"]
+    def run(*options: str) -> None:
+        given = ["--engines", lyanna_bundle, "--checkpoint", checkpoint, "--prompts", prompts, "--max-new-tokens", "9"]
         monkeypatch.setattr(sys, "argv", ["peers", *map(str, given), *options])
         command.main()
 
@@ -231,25 +227,19 @@ def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys:
     assert "broken" not in out
 
 
-def test_a_named_peer_must_be_installed(measure: Measure) -> None:
-    with pytest.raises(UsageError, match=r"^absent is not installed; run `pip install absent`$"):
-        measure("--peers", "counter", "absent")
-
-
-def test_a_system_message_needs_a_chat(measure: Measure) -> None:
-    with pytest.raises(UsageError, match="--system needs --chat"):
-        measure("--system", "a")
-
-
-def test_bundles_differ_in_precision(measure: Measure, lyanna_bundle: Path) -> None:
-    with pytest.raises(UsageError, match="both are fp32; give one bundle a precision"):
-        measure(engines=(lyanna_bundle, lyanna_bundle))
-
-
-def test_a_missing_checkpoint_is_named(measure: Measure, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").rmdir()
-    with pytest.raises(UsageError, match="no checkpoint folder"):
-        measure()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--peers", "counter", "absent"), r"^absent is not installed; run `pip install absent`$"),
+        (("--system", "a"), "--system needs --chat"),
+        (("--checkpoint", "gone"), "no checkpoint folder gone; check --checkpoint"),
+        (("--engines", "same", "same"), "both are fp32; give one bundle a precision"),
+    ],
+)
+def test_bad_usage(measure: Measure, lyanna_bundle: Path, options: tuple[str, ...], message: str) -> None:
+    given = [str(lyanna_bundle) if option == "same" else option for option in options]
+    with pytest.raises(UsageError, match=message):
+        measure(*given)
 
 
 def test_the_same_mode_is_compared_where_both_have_a_second_model() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from redraft.bench import readme
 from redraft.bench.readme import BEGIN, END, placed, table
-from redraft.errors import UsageError
+from redraft.errors import DataError, UsageError
 
 REPORT, SECOND = "docs/reports/smollm2/report.json", "docs/reports/smollm2-int8/report.json"
 
@@ -37,13 +37,11 @@ def test_the_readme_has_the_table_of_the_reports(root: Path) -> None:
 
 
 def test_a_table_worked_by_hand() -> None:
-    found = table(figures(1.254, [1.1, 1.346]), figures(0.9, None)).splitlines()
+    """Also of a second report that lacks the method."""
+    second = figures(0.9, None)
+    found = table(figures(1.254, [1.1, 1.346]), second).splitlines()
     assert found[0] == "| method | speed, T = 0 | τ | speed, T = 1 | int8: speed, T = 0 |"
     assert found[2] == "| `one` | 1.25 (1.10 to 1.35) | 1.75 | - | 0.90 |"
-
-
-def test_a_method_that_the_second_report_lacks() -> None:
-    second = figures(1.0, None)
     second["temperatures"]["0"]["speeds"] = {}
     assert table(figures(1.0, None), second).splitlines()[2].endswith("| - | - |")
 
@@ -55,13 +53,8 @@ def test_the_command_replaces_what_is_between_the_markers(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "argv", ["readme", str(report), "--write", str(page)])
     readme.main()
     assert page.read_text() == f"before\n{BEGIN}\n{table(figures(1.25, None))}\n{END}\nafter\n"
-
-
-def test_a_page_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "report.json").write_text(json.dumps(figures(1.25, None)))
-    (tmp_path / "page.md").write_bytes(b"\xff\xfe")
-    monkeypatch.setattr(sys, "argv", ["readme", str(tmp_path / "report.json"), "--write", str(tmp_path / "page.md")])
-    with pytest.raises(UsageError, match=r"page\.md is not UTF-8; give another file"):
+    page.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"page\.md is not UTF-8"):
         readme.main()
 
 

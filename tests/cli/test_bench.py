@@ -11,10 +11,11 @@ from typing import cast
 
 import pytest
 
-from redraft.bench.compare import Run, Settings
-from redraft.bench.prompts import Prompt
+from redraft.bench.compare import Run
+from redraft.bench.prompts import BenchPrompt
+from redraft.bench.summary import margin_finder
 from redraft.cli import main
-from redraft.cli.bench import margin_finder, warnings
+from redraft.cli.bench import warnings
 from redraft.cli.bench_report import check_same_model
 from redraft.engines.manifest import load_manifest
 from redraft.errors import UsageError
@@ -111,8 +112,8 @@ def test_a_difference_names_its_turn_and_its_gap_is_that_of_its_turn() -> None:
                 Generation("", (5, 6), "length", 2, Metrics(1, 0, 0, 0, 1.0, 0.0, (), 1.0, 1.0, 0.0, {}), (1.0, 2.0))
             ]
 
-    run = Run(Prompt("p", "k", "first", ("second",)), [7, 8, 9], {}, turn=2)
-    margin_of = margin_finder(cast("Runtime", Again()), Settings(SamplingParams()))
+    run = Run(BenchPrompt("p", "k", "first", ("second",)), [7, 8, 9], {}, turn=2)
+    margin_of = margin_finder(cast("Runtime", Again()), SamplingParams())
     assert (margin_of(run, 1), margin_of(run, 2)) == (2.0, None)
     assert seen == [[7, 8, 9], [7, 8, 9]]
     difference = {"prompt": "p", "turn": 2, "token": 1, "logit_margin": 2.0, "near_tie": False}
@@ -267,6 +268,7 @@ def test_an_unknown_method_is_refused_before_any_runs(
         (["--methods", "none,"], "--methods"),
         (["--methods", "none,magic"], "this bundle has no drafter 'magic'"),
         (["--limit", "-1"], "--limit"),
+        (["--prompts", "/no/such.jsonl"], "cannot read"),
         (["--system", "b"], "--system needs --chat"),
         (["--synthetic-acceptance", "1.5"], "--synthetic-acceptance"),
         (["--synthetic-acceptance", "high"], "--synthetic-acceptance"),
@@ -296,7 +298,3 @@ def test_an_unknown_method_is_refused_before_any_runs(
 )
 def test_bad_options(refused: Refused, bundle: Path, prompts: Path, arguments: list[str], word: str) -> None:
     assert word in refused("bench", "--engines", bundle, "--prompts", prompts, *arguments, status=2)
-
-
-def test_missing_prompt_file(refused: Refused, bundle: Path) -> None:
-    assert "cannot read" in refused("bench", "--engines", bundle, "--prompts", "/no/such.jsonl", status=2)

@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Refused, Run
+from tests.little import Redraft
 
 from redraft.engines.writer import build_lock
-
-Refused = Callable[..., str]
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -44,10 +43,9 @@ def digest_tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_second_build_is_a_no_op(redraft: Redraft, checkpoint: Path, bundle: Path) -> None:
+def test_second_build_is_a_no_op(run: Run, checkpoint: Path, bundle: Path) -> None:
     before = (bundle / "manifest.json").stat().st_mtime_ns
-    again = json.loads(redraft("build", checkpoint, "-o", bundle, "--eval-text", "none", "--json").stdout)
-    assert again["cached"] is True
+    assert run("build", checkpoint, "-o", bundle, "--eval-text", "none")["cached"] is True
     assert (bundle / "manifest.json").stat().st_mtime_ns == before
 
 
@@ -61,16 +59,14 @@ def test_bundle_holds_graphs_tokenizer_template_and_digests(bundle: Path) -> Non
     assert len(manifest["model"]["weights"]) > 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_quantized_build_reports_perplexity_next_to_fp32(
-    redraft: Redraft, checkpoint: Path, tmp_path: Path, precision: str
+    redraft: Redraft, run: Run, checkpoint: Path, tmp_path: Path, precision: str
 ) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat. the dog did not. " * 5)
     out = tmp_path / "engines"
-    result = redraft("build", checkpoint, "-o", out, "--precision", precision, "--json",
-                     "--eval-text", f"words={tmp_path / 'text.txt'}")  # fmt: skip
-    summary = json.loads(result.stdout)
+    text = f"words={tmp_path / 'text.txt'}"
+    summary = run("build", checkpoint, "-o", out, "--precision", precision, "--eval-text", text)
     exact = summary["perplexity_fp32"]["words"]
     assert summary["precision"] == precision
     files = [path for path in out.rglob("*") if path.is_file() and path.name != "manifest.json"]
@@ -90,20 +86,10 @@ def test_quantized_build_reports_perplexity_next_to_fp32(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.slow
-def test_random_weights_are_labelled_and_need_no_weights(redraft: Redraft, copy: Path, tmp_path: Path) -> None:
-    result = redraft("build", copy, "-o", tmp_path / "engines", "--weights", "random", "--json")
-    assert json.loads(result.stdout)["random_weights"] is True
-    assert "random weights" in redraft("inspect", tmp_path / "engines").stdout
-
-
 def test_no_such_model(refused: Refused) -> None:
     line = refused("build", "no-such-thing", status=2)
     assert "no model 'no-such-thing'" in line
     assert "tiny" in line
-
-
-def test_hub_id_without_a_network(refused: Refused) -> None:
     assert "Hugging Face Hub cannot be reached" in refused("build", "nobody/nothing", status=1)
 
 
@@ -112,24 +98,26 @@ def test_directory_that_is_no_checkpoint(refused: Refused, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_shard(refused: Refused, copy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "shard {} is missing"),
+        ("truncated", "{} is truncated: "),
+        ("no tokenizer", "no tokenizer.json"),
+    ],
+)
+def test_damaged_checkpoint(refused: Refused, copy: Path, tmp_path: Path, damage: str, message: str) -> None:
     shard = min(copy.glob("model-*.safetensors"))
-    shard.unlink()
-    assert f"shard {shard.name} is missing" in refused("build", copy, "-o", tmp_path / "out", status=1)
-
-
-def test_truncated_safetensors(refused: Refused, copy: Path, tmp_path: Path) -> None:
-    shard = min(copy.glob("model-*.safetensors"))
-    os.truncate(shard, shard.stat().st_size - 100)
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 100)
+    else:
+        for path in copy.glob("tokenizer*"):
+            path.unlink()
     line = refused("build", copy, "-o", tmp_path / "out", status=1)
-    assert f"{shard.name} is truncated" in line
-    assert "download or copy the checkpoint again" in line
-
-
-def test_missing_tokenizer(refused: Refused, copy: Path, tmp_path: Path) -> None:
-    for path in copy.glob("tokenizer*"):
-        path.unlink()
-    assert "no tokenizer.json" in refused("build", copy, "-o", tmp_path / "out", status=1)
+    assert message.format(shard.name) in line
+    assert damage != "truncated" or "download or copy the checkpoint again" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
 
 

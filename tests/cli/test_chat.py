@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from tests.cli.conftest import Refused
 from tests.little import Redraft
 
 from redraft.cli.chat import Chat
@@ -74,7 +75,7 @@ def test_a_full_context_does_not_end_the_conversation(redraft: Redraft, bundle: 
     assert out == talk(redraft, bundle, "the cat")[0]  # the long message is not part of the conversation
 
 
-def test_refusals(refused: Callable[..., str], bundle: Path, with_template: Any, tmp_path: Path) -> None:
+def test_refusals(refused: Refused, bundle: Path, with_template: Any, tmp_path: Path) -> None:
     assert "chat template" in refused("chat", with_template(None), status=2, text="a\n")
     assert "no method 'x'" in refused("chat", bundle, "--method", "x", status=2, text="a\n")
     refused("chat", tmp_path / "none", status=1, text="a\n")

@@ -108,30 +108,29 @@ def test_greedy_alone(checked: Check) -> None:
     assert all(one["distribution"] is None for one in found["methods"].values())
 
 
-def test_p_and_q_swapped(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "acceptance", lambda p, q, token: min(1.0, q[token] / max(p[token], 1e-12)))
-    found = checked("--method", "lyanna", "--acceptance", "rejection", "--draws", 4000, status=1)
+def swapped(p: Any, q: Any, token: int) -> float:
+    """Accept a token with p and q swapped."""
+    return min(1.0, q[token] / max(p[token], 1e-12))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "acceptance", "options"),
+    [
+        ("acceptance", swapped, "rejection", ("--draws", 4000)),
+        ("residual", lambda p, q: np.maximum(p - q, 0), "rejection", ("--draws", 8000, "--temperature", 0.4)),
+        ("residual", lambda p, q: p, "rejection", ("--draws", 4000)),
+        ("_normalised", lambda weights, otherwise: otherwise, "block", ("--draws", 4000)),
+    ],
+    ids=["p and q swapped", "residual not normalised", "residual is p", "bonus from the target"],
+)
+def test_faults_of_acceptance(
+    checked: Check, monkeypatch: pytest.MonkeyPatch, name: str, fault: Any, acceptance: str, options: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(rejection, name, fault)
+    found = checked("--method", "lyanna", "--acceptance", acceptance, *options, status=1)
     assert failing(found) == ["lyanna"]
-    assert {"ranks", "tokens"} <= failed_tests(found, "lyanna")
-
-
-def test_a_residual_that_is_not_normalised(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "residual", lambda p, q: np.maximum(p - q, 0))
-    options = ("--method", "lyanna", "--acceptance", "rejection", "--temperature", 0.4, "--draws", 8000)
-    found = checked(*options, status=1)
-    assert failing(found) == ["lyanna"]
-
-
-def test_a_residual_that_is_p(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "residual", lambda p, q: p)
-    found = checked("--method", "lyanna", "--acceptance", "rejection", "--draws", 4000, status=1)
-    assert failing(found) == ["lyanna"]
-
-
-def test_blocks_that_take_the_bonus_from_the_target(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "_normalised", lambda weights, otherwise: otherwise)
-    found = checked("--method", "lyanna", "--acceptance", "block", "--draws", 4000, status=1)
-    assert failing(found) == ["lyanna"]
+    if name == "acceptance":
+        assert {"ranks", "tokens"} <= failed_tests(found, "lyanna")
 
 
 def biased(monkeypatch: pytest.MonkeyPatch, token: int, share: float) -> None:

@@ -6,19 +6,15 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.little import WORDS
+from tests.cli.conftest import Refused
+from tests.little import WORDS, Redraft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from redraft import names
 from redraft.engines.manifest import signed
-
-Refused = Callable[..., str]
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")

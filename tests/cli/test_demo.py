@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Refused
 from tests.little import Redraft
 
 from redraft.assembly import bundle as bundles
@@ -53,7 +53,7 @@ def test_two_bundles_and_two_chats(redraft: Redraft, bundle: Path) -> None:
     assert shown[0]["prompts"][0]["texts"]["ngram"] == redraft(*arguments).stdout.removesuffix("\n") + " …"
 
 
-def test_refusals(refused: Callable[..., str], bundle: Path, tmp_path: Path) -> None:
+def test_refusals(refused: Refused, bundle: Path, tmp_path: Path) -> None:
     assert "--system needs --chat" in refused("demo", "--engines", bundle, "--system", "a", status=2)
     assert "found none" in refused("demo", "--engines", tmp_path, status=1)
 

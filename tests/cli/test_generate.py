@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Refused
+from tests.little import Redraft
 
 from redraft.cli import main
 from redraft.engines.manifest import signed
 
-Refused = Callable[..., str]
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 METRICS = {
     "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length",
     "draft_acceptance_rate", "acceptance_histogram", "decode_tokens_per_second", "time_to_first_token_ms", "stage_ms",

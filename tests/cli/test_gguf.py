@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Refused, Run
 from tests.export.gguf_files import TEMPLATE, by_transformers, random_file
 from tests.little import Redraft
 
-Refused = Callable[..., str]
 PROMPT = "the cat 12 and the dog"
 
 
@@ -71,25 +70,21 @@ def test_bundle_has_the_files_name_ends_and_template(gguf_file: Path, gguf_bundl
     assert "inexact" not in manifest["model"] or manifest["model"]["inexact"] == []
 
 
-@pytest.mark.slow
-def test_building_again_does_nothing_until_the_file_changes(redraft: Redraft, gguf_file: Path, tmp_path: Path) -> None:
+def test_building_again_does_nothing_until_the_file_changes(run: Run, gguf_file: Path, tmp_path: Path) -> None:
     file = Path(shutil.copy(gguf_file, tmp_path / "m.gguf"))
-    build = ("build", file, "-o", tmp_path / "out", "--weights", "random", "--json")
-    assert json.loads(redraft(*build).stdout)["cached"] is False
-    assert json.loads(redraft(*build).stdout)["cached"] is True
+    build = ("build", file, "-o", tmp_path / "out", "--weights", "random")
+    assert [run(*build)["cached"] for _ in range(2)] == [False, True]
     content = file.read_bytes()
     file.write_bytes(content.replace(b"qwen2.context_length\4\0\0\0\x40", b"qwen2.context_length\4\0\0\0\x20"))
-    changed = json.loads(redraft(*build).stdout)
+    changed = run(*build)
     assert (changed["cached"], changed["max_model_len"]) == (False, 32)
 
 
-@pytest.mark.slow
-def test_differences_from_the_file_are_reported(redraft: Redraft, tmp_path: Path) -> None:
+def test_differences_from_the_file_are_reported(run: Run, tmp_path: Path) -> None:
     file = random_file("qwen2", "Q4_1")
     file.tokenizer["tokenizer.ggml.pre"] = "rwkv-5"
     path = file.write(tmp_path / "m.gguf")
-    built = redraft("build", path, "-o", tmp_path / "out", "--precision", "int4", "--eval-text", "none", "--json")
-    (split,) = json.loads(built.stdout)["caveats"]
+    (split,) = run("build", path, "-o", tmp_path / "out", "--precision", "int4", "--eval-text", "none")["caveats"]
     assert split.startswith("transformers does not know the pre-tokenizer 'rwkv-5'")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.little import WORDS, write_checkpoint
+from tests.cli.conftest import Refused
+from tests.little import WORDS, Redraft, write_checkpoint
 
 from redraft.assembly.drafters import drafter_digests, settings_of
 from redraft.config import BuildConfig, DrafterBuild
@@ -21,8 +21,6 @@ from redraft.engines.manifest import signed
 from redraft.errors import BundleError
 from redraft.export.checkpoint.safetensors import Checkpoint
 
-Refused = Callable[..., str]
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 STEPS = 3
 OPTIONS = "token_info=int8,nodes=31"
 

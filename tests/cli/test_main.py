@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.little import Redraft
 
 from redraft.cli import doctor, main
-from redraft.cli.doctor import Finding
+from redraft.cli.console import Finding
 from redraft.errors import BackendError
-
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_doctor_shows_the_size_of_the_engine_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.little import Redraft
 
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.profiling import Recording
 
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 PROMPTS = ["def add(a, b):\n    return", "Tom has 3 apples. He buys", "import os\n\n\ndef"]
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
 

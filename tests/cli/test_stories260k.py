@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.little import Redraft
 
 from redraft.train.config import RECIPES
-
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import onnx
 import pytest
-from tests.cli.conftest import Run
+from tests.cli.conftest import Refused, Run
 from tests.engines.bundles import write_bundle
 from tests.standins.tensorrt import FakeTensorRt
 
@@ -29,7 +29,6 @@ from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target, Tools
 
-Refused = Callable[..., str]
 Build = Callable[..., int]
 
 
@@ -156,7 +155,8 @@ def test_a_real_builder_takes_every_precision(tmp_path: Path, refused: Refused) 
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
     (tmp_path / "little.toml").write_text(LITTLE)
-    options = ["--precision", ",".join(PRECISIONS), "--weights", "random", "--compute-capability", "8.9"]
+    options = ["--precision", ",".join(PRECISIONS), "--weights", "random", "--drafter", "none", "--skip-check"]
+    options += ["--compute-capability", "8.9"]
     command = [Path(sys.executable).with_name("redraft"), "build", tmp_path / "little.toml", "-o", tmp_path / "tiny"]
     done = subprocess.run([*command, "--backend", "tensorrt-rtx", *options, "--json"], capture_output=True, text=True,
                           env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False)  # fmt: skip

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.cli.conftest import Run, trained_drafter
+from tests.cli.conftest import Refused, Run, trained_drafter
 
 from redraft.cli import main
 
@@ -132,7 +131,7 @@ def test_a_steered_drafter_from_training_to_text(
     check_texts(engines, run, "steered", "ngram+steered")
 
 
-def test_drafters_that_do_not_fit(checkpoint: Path, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_drafters_that_do_not_fit(checkpoint: Path, refused: Refused, tmp_path: Path) -> None:
     def line(drafter: str, status: int = 1) -> str:
         return refused("build", checkpoint, "-o", tmp_path / "out", "--drafter", drafter, status=status)
 
@@ -146,9 +145,7 @@ def test_drafters_that_do_not_fit(checkpoint: Path, refused: Callable[..., str],
 
 
 @pytest.mark.parametrize("fault", ["token", "tokenizer"])
-def test_a_draft_model_with_other_tokens(
-    checkpoint: Path, refused: Callable[..., str], tmp_path: Path, fault: str
-) -> None:
+def test_a_draft_model_with_other_tokens(checkpoint: Path, refused: Refused, tmp_path: Path, fault: str) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "draft"))
     tokenizer = folder / "tokenizer.json"
     if fault == "token":

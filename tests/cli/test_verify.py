@@ -8,7 +8,7 @@ import pytest
 
 from redraft import engines
 from redraft.cli import main
-from redraft.cli.profile import Asked
+from redraft.cli.profile import ProfileRun
 from redraft.errors import BundleError
 from redraft.runtime import api
 
@@ -45,5 +45,5 @@ def test_every_command_passes_verify_on(
 
 @pytest.mark.parametrize(("verify", "flags"), [(None, []), (True, ["--verify"]), (False, ["--no-verify"])])
 def test_a_profile_under_nsight_is_asked_for_the_same_check(verify: bool | None, flags: list[str]) -> None:
-    arguments = Asked(Path("folder"), "a", None, 1, None, None, None, verify).arguments(Path("prompt"))
+    arguments = ProfileRun(Path("folder"), "a", None, 1, None, None, None, verify).arguments(Path("prompt"))
     assert [word for word in arguments if "verify" in word] == flags

@@ -14,7 +14,7 @@ from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
 from redraft.engines.device import Device, Program
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity
-from redraft.engines.tensorrt.records import Attention
+from redraft.engines.tensorrt_records import Attention
 
 from .drafters import WEIGHTS, lyanna_build
 from .graphs import Decoder, save_verifier

@@ -163,10 +163,8 @@ def swapped(buffers: Mapping[str, Buffer]) -> None:
             "hidden_states.last: off by nan",
         ),
         (names.VERIFIER, None, put(KEY, (0, 0, -1, 0), 1.0), "row 95 of slot 0 changed"),
-        (names.VERIFIER, None, put(KEY, (2, 0, 0, 0), 1.0), "row 0 of slot 2 changed"),
         (names.VERIFIER, None, unwritten, "other rows were written"),
         (names.VERIFIER, put(names.TREE_MASK, (0, -1, 0), False), None, "verifier, .*, B=1: .*: off by"),
-        (names.VERIFIER, None, put(KEY, (0, 0, 0, 0), 50.0), "kv.0.key.present: off by"),
         (LYANNA_DRAFT, changed(names.NUM_PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
         (LYANNA_DRAFT, None, swapped, r"tree.log_probs\[0\]: \("),
         (LYANNA_RESAMPLE, None, changed(names.TREE_PARENTS, (0, 4), -1), "lyanna.resample, 1 used, B=1"),
@@ -188,50 +186,23 @@ def test_a_fault_is_seen(bundle: Bundle, graph: str, before: Fault | None, after
         compare_outputs(faulty, cpu_device(bundle), bundle, [graph])  # type: ignore[arg-type]
 
 
-SPACED = ([0, *range(1, 13)], [-1, *[0] * 12], [0.0, *(-1.2 - 0.2 * node for node in range(12))])
-"""A root and twelve children, with smaller differences than bf16's rounding."""
-
-
-def with_tokens(tree: tuple[list[int], list[int], list[float]], changes: Mapping[int, int]) -> list[Array]:
-    tokens, parents, probs = tree
-    return [
-        np.array([changes.get(node, token) for node, token in enumerate(tokens)]),
-        np.array(parents), np.array(probs, np.float32),
-    ]  # fmt: skip
+def spaced(changes: Mapping[int, int]) -> list[Array]:
+    """A root and twelve children, with smaller differences than bf16's rounding. changes: other tokens by node."""
+    tokens = np.array([changes.get(node, node) for node in range(13)])
+    return [tokens, np.array([-1, *[0] * 12]), np.array([0.0, *(-1.2 - 0.2 * node for node in range(12))], np.float32)]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, None),
         ({3: 4, 4: 3}, None),
-        ({12: 99}, None),
-        ({node: 100 + node for node in range(1, 13)}, "should not be in the tree"),
         ({1: 99}, "should not be in the tree"),
-        ({1: 12, 12: 1}, r"\(0, 12?\) is -.*, expected -"),
         ({1: 12}, "a node is there twice"),
     ],
-    ids=["same", "swapped", "another over the cut", "all wrong", "the likeliest wrong", "first and last", "one twice"],
 )
 def test_only_nodes_at_the_cut_may_be_others(changes: Mapping[int, int], message: str | None) -> None:
     """In bf16, which rounds by half of the distance from the first to the last."""
-    ours, theirs = with_tokens(SPACED, changes), with_tokens(SPACED, {})
-    if message is None:
-        compare_trees("tree", ours, theirs, TOLERANCES["bfloat16"])
-        return
-    with pytest.raises(AssertionError, match=message):
-        compare_trees("tree", ours, theirs, TOLERANCES["bfloat16"])
-
-
-@pytest.mark.parametrize(
-    ("second", "message"), [(-1.1, None), (-3.0, r"\(0, 1, 8\), which is -.*, should be in the tree")]
-)
-def test_another_node_may_have_gone_on_that_is_as_likely(second: float, message: str | None) -> None:
-    """One of nodes 1, at -1, and 2 has a child that is much more probable than the last node."""
-    ours, theirs = (
-        with_tokens(([0, 1, 2, child, 3], [-1, 0, 0, parent, 0], [0, -1.0, second, -3.2, -6.0]), {})
-        for child, parent in ((9, 2), (8, 1))
-    )
+    ours, theirs = spaced(changes), spaced({})
     if message is None:
         compare_trees("tree", ours, theirs, TOLERANCES["bfloat16"])
         return

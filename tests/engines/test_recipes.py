@@ -14,8 +14,7 @@ from redraft.engines.recipes import load_recipe, recipe_names
 from redraft.engines.tensorrt import target
 from redraft.engines.tensorrt.target import TENSORRT, check_buildable
 from redraft.errors import BackendError, UsageError
-from redraft.export.drafters.lyanna import configuration_of
-from redraft.export.drafters.lyanna_graphs import lyanna_shape
+from redraft.export.drafters.lyanna import configuration_of, lyanna_shape
 from redraft.methods.lyanna import METHOD
 
 

@@ -21,7 +21,7 @@ from redraft.engines.sizes import (
     total_bytes,
     weight_shares,
 )
-from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.engines.tensorrt_records import EngineRecord, TensorRtRecord
 from redraft.names import VERIFIER, WeightRef
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder

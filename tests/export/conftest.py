@@ -1,16 +1,21 @@
-"""A fixture that shares traces, the slow part of an export, between tests."""
+"""Fixtures that share traces, the slow part of an export, and whole exports between tests."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
 from typing import Any
 
 import onnx_ir as ir
 import pytest
 
+from redraft.config import Backend, BuildConfig, Precision
+from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.graph import tracing
 from redraft.export.graph.tracing import VerifierModule
+from redraft.export.verifier import export_verifier
 from redraft.signatures import VerifierShape
+from tests.export.models import Exported, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +41,25 @@ def traced_once(traces: dict[Hashable, ir.Model]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "trace", shared)
         yield
+
+
+@pytest.fixture(scope="module")
+def exports(traced_once: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
+    """Exports small random models, each once: `exports(architecture, precision, backend, **sizes)`."""
+
+    @cache
+    def checkpoint(architecture: str, **sizes: Any) -> Checkpoint:
+        return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp(architecture) / "model", architecture, **sizes))
+
+    @cache
+    def export(
+        architecture: str, precision: Precision = "fp32", backend: Backend = "onnxruntime", **sizes: Any
+    ) -> Exported:
+        folder = tmp_path_factory.mktemp(f"{architecture}-{backend}-{precision}")
+        config = BuildConfig(precision=precision, backend=backend)
+        return Exported(export_verifier(checkpoint(architecture, **sizes), folder, config), folder)
+
+    return export
 
 
 def inputs_of_trace(module: VerifierModule, shape: VerifierShape) -> Hashable:

@@ -1,14 +1,25 @@
-"""Small random checkpoints of the architectures under test, written as Hugging Face directories."""
+"""Small random checkpoints of the architectures under test, written as Hugging Face directories, and their exports."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import onnx
+import onnxruntime
 import torch
+from onnx.reference import ReferenceEvaluator
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from redraft import names, signatures
+from redraft.export.verifier import VerifierExport
+
+CAPACITY = 64
+GARBAGE = {"float32": 1e4, "float16": 1e2}
+"""It gives finite scores: an added minus infinity hides keys."""
 COMMON = dict(
     vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -31,6 +42,83 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     ),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
+
+
+class Graph:
+    """Runs an exported verifier without the runtime, with random content in KV buffers."""
+
+    def __init__(self, folder: Path, export: VerifierExport, batch: int, reference: bool = False) -> None:
+        self.shape, self.hidden_states = export.shape, export.hidden_states
+        self.outputs = [spec.name for spec in signatures.verifier_outputs(export.shape, export.hidden_states)]
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        path = str(folder / export.graph)
+        if reference:
+            evaluator = ReferenceEvaluator(onnx.load(path))
+            self.run = lambda feeds: evaluator.run(self.outputs, feeds)
+        else:
+            session = onnxruntime.InferenceSession(path, options)
+            self.run = lambda feeds: session.run(self.outputs, feeds)
+        generator = np.random.default_rng(1)
+        caches = [n(layer) for layer in range(export.shape.layers) for n in (names.key_cache, names.value_cache)]
+        size = (batch, export.shape.kv_heads, CAPACITY, export.shape.head_dim)
+        dtype = export.shape.dtype
+        self.caches = {n: (generator.standard_normal(size) * GARBAGE[dtype]).astype(dtype) for n in caches}
+        self.past = np.zeros(batch, np.int64)
+
+    def call(self, tokens: np.ndarray, parents: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Verify one tree for each sequence (tokens, parents [B, T]) without committing rows."""
+        batch, nodes = tokens.shape
+        mask = np.zeros((batch, nodes, nodes), bool)
+        depth = np.zeros((batch, nodes), np.int64)
+        for b in range(batch):
+            for i in range(nodes):
+                parent = parents[b, i]
+                if parent >= 0:
+                    mask[b, i] = mask[b, parent]
+                    depth[b, i] = depth[b, parent] + 1
+                mask[b, i, i] = True
+        feeds = {
+            names.TOKEN_IDS: tokens, names.POSITIONS: self.past[:, None] + depth, names.TREE_MASK: mask,
+            names.CACHE_LEN: self.past.copy(), names.KV_LEN: np.array([self.past.max() + nodes]),
+            names.OUTPUT_ROWS: rows, **self.caches,
+        }  # fmt: skip
+        found = dict(zip(self.outputs, self.run(feeds), strict=True))
+        self.caches = {name: found[names.present(name)] for name in self.caches}
+        return found
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Write each prompt's rows. Shorter prompts get padding rows that are never committed."""
+        nodes = max(map(len, prompts))
+        tokens = np.array([prompt + [0] * (nodes - len(prompt)) for prompt in prompts])
+        chain = np.tile(np.arange(-1, nodes - 1), (len(prompts), 1))
+        self.call(tokens, chain, np.zeros((len(prompts), 1), np.int64))
+        self.past = np.array([len(prompt) for prompt in prompts])
+
+
+class Exported(NamedTuple):
+    """An exported verifier and its folder."""
+
+    verifier: VerifierExport
+    folder: Path
+
+    def model(self) -> onnx.ModelProto:
+        """The graph without its weights."""
+        return onnx.load(self.folder / self.verifier.graph, load_external_data=False)
+
+    def operators(self) -> Counter[str]:
+        """The number of the graph's nodes by operator."""
+        return Counter(node.op_type for node in self.model().graph.node)
+
+    def logits(self) -> np.ndarray:
+        """The logits of a chain of five tokens."""
+        rows = np.arange(5)[None]
+        return Graph(self.folder, self.verifier, 1).call(rows + 3, rows - 1, rows)[names.LOGITS]
+
+    def error(self, exact: Exported) -> float:
+        """The largest difference of the logits from those of another export, relative to the largest of these."""
+        expected = exact.logits()
+        return float(np.abs(self.logits() - expected).max() / np.abs(expected).max())
 
 
 def config_of(architecture: str, **changes: Any) -> PretrainedConfig:

@@ -6,75 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
-from onnx.reference import ReferenceEvaluator
 from transformers import AutoModelForCausalLM
 
 from redraft import names, signatures
 from redraft.config import BuildConfig
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.verifier import VerifierExport, export_verifier
-from tests.export.models import ARCHITECTURES, write_checkpoint
+from redraft.export.verifier import export_verifier
+from tests.export.models import ARCHITECTURES, Graph, write_checkpoint
 
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 8e-2
-CAPACITY = 64
-GARBAGE = {"float32": 1e4, "float16": 1e2}
-"""It gives finite scores: an added minus infinity hides keys."""
-
-
-class Graph:
-    """Runs an exported verifier without the runtime, with random content in KV buffers."""
-
-    def __init__(self, folder: Path, export: VerifierExport, batch: int, reference: bool = False) -> None:
-        self.shape, self.hidden_states = export.shape, export.hidden_states
-        self.outputs = [spec.name for spec in signatures.verifier_outputs(export.shape, export.hidden_states)]
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        path = str(folder / export.graph)
-        if reference:
-            evaluator = ReferenceEvaluator(onnx.load(path))
-            self.run = lambda feeds: evaluator.run(self.outputs, feeds)
-        else:
-            session = onnxruntime.InferenceSession(path, options)
-            self.run = lambda feeds: session.run(self.outputs, feeds)
-        generator = np.random.default_rng(1)
-        caches = [n(layer) for layer in range(export.shape.layers) for n in (names.key_cache, names.value_cache)]
-        size = (batch, export.shape.kv_heads, CAPACITY, export.shape.head_dim)
-        dtype = export.shape.dtype
-        self.caches = {n: (generator.standard_normal(size) * GARBAGE[dtype]).astype(dtype) for n in caches}
-        self.past = np.zeros(batch, np.int64)
-
-    def call(self, tokens: np.ndarray, parents: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Verify one tree for each sequence (tokens, parents [B, T]) without committing rows."""
-        batch, nodes = tokens.shape
-        mask = np.zeros((batch, nodes, nodes), bool)
-        depth = np.zeros((batch, nodes), np.int64)
-        for b in range(batch):
-            for i in range(nodes):
-                parent = parents[b, i]
-                if parent >= 0:
-                    mask[b, i] = mask[b, parent]
-                    depth[b, i] = depth[b, parent] + 1
-                mask[b, i, i] = True
-        feeds = {
-            names.TOKEN_IDS: tokens, names.POSITIONS: self.past[:, None] + depth, names.TREE_MASK: mask,
-            names.CACHE_LEN: self.past.copy(), names.KV_LEN: np.array([self.past.max() + nodes]),
-            names.OUTPUT_ROWS: rows, **self.caches,
-        }  # fmt: skip
-        found = dict(zip(self.outputs, self.run(feeds), strict=True))
-        self.caches = {name: found[names.present(name)] for name in self.caches}
-        return found
-
-    def prefill(self, prompts: list[list[int]]) -> None:
-        """Write each prompt's rows. Shorter prompts get padding rows that are never committed."""
-        nodes = max(map(len, prompts))
-        tokens = np.array([prompt + [0] * (nodes - len(prompt)) for prompt in prompts])
-        chain = np.tile(np.arange(-1, nodes - 1), (len(prompts), 1))
-        self.call(tokens, chain, np.zeros((len(prompts), 1), np.int64))
-        self.past = np.array([len(prompt) for prompt in prompts])
 
 
 def random_tree(generator: np.random.Generator, nodes: int) -> np.ndarray:
@@ -125,29 +68,18 @@ def check_against_transformers(
             np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=tolerance, rtol=0)
             if not graph.hidden_states:
                 continue
-            np.testing.assert_allclose(
-                found[names.hidden_states("last")][b, node],
-                expected.hidden_states[-1][0, -1],
-                atol=tolerance,
-                rtol=tolerance,
-            )
-            np.testing.assert_allclose(
-                found[names.hidden_states("1")][b, node],
-                expected.hidden_states[2][0, -1],
-                atol=tolerance,
-                rtol=tolerance,
-            )
+            for state, layer in (("last", -1), ("1", 2)):
+                state_found, state_expected = (
+                    found[names.hidden_states(state)][b, node],
+                    expected.hidden_states[layer][0, -1],
+                )
+                np.testing.assert_allclose(state_found, state_expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("lengths", [(21,), (13, 5, 30)], ids=["batch1", "batch3"])
-def test_random_trees_equal_transformers(exported, lengths):
+@pytest.mark.parametrize(("lengths", "nodes"), [((17,), 2), ((21,), 9), ((13, 5, 30), 9)])
+def test_random_trees_equal_transformers(exported, lengths, nodes):
     source, out, export = exported
-    check_against_transformers(source, Graph(out, export, len(lengths)), lengths, nodes=9)
-
-
-def test_one_node_equals_transformers(exported):
-    source, out, export = exported
-    check_against_transformers(source, Graph(out, export, 1), (17,), nodes=2)
+    check_against_transformers(source, Graph(out, export, len(lengths)), lengths, nodes)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
@@ -188,13 +120,9 @@ def test_other_architectures(tmp_path, architecture):
     check_against_transformers(source, Graph(tmp_path, export, 2), (12, 7), nodes=5)
 
 
-def test_graph_is_valid_onnx(exported):
+def test_the_graph_is_valid_and_its_signature_the_contract(exported):
     _, out, export = exported
     onnx.checker.check_model(str(out / export.graph), full_check=True)
-
-
-def test_signature_is_the_contract(exported):
-    _, out, export = exported
     graph = onnx.load(out / export.graph, load_external_data=False).graph
 
     def described(values):

@@ -9,7 +9,7 @@ import pytest
 
 from redraft import names
 from redraft.errors import UsageError
-from redraft.methods import METHODS, Method, built_methods, find_method
+from redraft.methods import METHODS, ROWS, Method, built_methods, find_method
 from redraft.methods.decoder import DecoderShape
 from redraft.methods.feature_tree import FeatureTreeShape
 from redraft.methods.lyanna import LyannaShape
@@ -44,11 +44,12 @@ SHAPES = {
     ],
     **{
         name: [
-            FeatureTreeShape(32, 61, 2, 16, steps, width, nodes, drafted, name == "eagle")
+            FeatureTreeShape(32, 61, 2, 16, steps, width, nodes, drafted, row.static)
             for steps, width, nodes in ((1, 1, 2), (4, 1, 5), (1, 3, 4), (4, 3, 13))
             for drafted in (20, 61)
         ]
-        for name in ("eagle", "eagle2", "eagle3", "hass", "fspad", "griffin")
+        for name, row in ROWS.items()
+        if row.family == "feature_tree"
     },
 }
 """Shapes of each method that is built."""

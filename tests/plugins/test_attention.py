@@ -10,9 +10,8 @@ import torch
 
 from redraft.export.graph.tree_attention import tree_attention
 from redraft.plugins.library import HEAD_DIMS, Kernels
-from redraft.runtime.tree import ancestor_mask
 
-from .cases import TOLERANCE, Case, error_of, pack_bits, random_case, reference, run, same_bits, with_lengths
+from .cases import TOLERANCE, Case, error_of, random_case, reference, run, same_bits, with_lengths
 
 DTYPES = tuple(TOLERANCE)
 
@@ -126,14 +125,6 @@ def test_large_scores_of_both_signs(kernels: Kernels, dtype: str) -> None:
     assert error_of(case, out) < 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_values_come_out_as_they_are(kernels: Kernels, dtype: str) -> None:
-    case = random_case(14, dtype, 64, [300], 5)
-    case.value_cache[:, :, :300] = 3
-    case.v[:] = 3
-    np.testing.assert_allclose(run(kernels, case)[0].astype(np.float64), 3, rtol=1e-6 if dtype == "float32" else 4e-3)
-
-
 def test_a_node_that_sees_nothing_gives_zero(kernels: Kernels) -> None:
     """A node may not see even itself: no tree is like that, but a mask can be."""
     case = random_case(20, "float16", 64, [0], 3)
@@ -184,20 +175,3 @@ def test_the_exported_operator_means_the_same(kernels: Kernels) -> None:
     expected = tree_attention(*flat, *map(torch.from_numpy, rest), None, case.scale, 0.0, case.window, 0, 4, 2)
     for found, tensor in zip(run(kernels, case), expected, strict=True):
         np.testing.assert_allclose(found.reshape(tensor.shape), tensor.numpy(), atol=2e-6)
-
-
-def test_bits_are_packed_lowest_first() -> None:
-    mask = ancestor_mask(np.arange(-1, 39))
-    bits = pack_bits(mask)
-    assert bits.shape == (40, 2)
-    assert [int(bits[0, 0]), int(bits[31, 0]), int(bits[39, 1])] == [1, 2**32 - 1, 2**8 - 1]
-
-
-def test_the_reference_is_ordinary_attention() -> None:
-    case = random_case(19, "float32", 64, [9], 5, (2, 2), causal=True, spare=0)
-    queries, new_keys, new_values = (torch.from_numpy(a.swapaxes(1, 2).copy()) for a in (case.q, case.k, case.v))
-    keys = torch.cat([torch.from_numpy(case.key_cache[:, :, :9]), new_keys], dim=2)
-    values = torch.cat([torch.from_numpy(case.value_cache[:, :, :9]), new_values], dim=2)
-    seen = torch.ones(5, 14, dtype=torch.bool).tril(9)
-    expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, seen, scale=case.scale)
-    np.testing.assert_allclose(reference(case)[0], expected.swapaxes(1, 2).numpy(), atol=1e-6)

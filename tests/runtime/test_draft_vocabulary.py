@@ -15,11 +15,11 @@ from redraft import names
 from redraft.engines import open_bundle
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree
 from redraft.runtime import Runtime, SpeculationParams
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget
 from tests.export.drafters.tiny import last_chain
+from tests.export.drafters.token_tree import Tree, build_subtree
 
 from .devices import opener
 from .fakes import fix_costs

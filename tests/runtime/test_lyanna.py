@@ -19,7 +19,6 @@ import pytest
 from redraft import names
 from redraft.engines.host_device import array_of
 from redraft.errors import UsageError
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
 from redraft.methods.lyanna_token_info import lookup
 from redraft.noise_spec import DRAWN
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, scheduler
@@ -35,6 +34,7 @@ from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
 from redraft.runtime.tree import prune
 from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind
+from tests.export.drafters.token_tree import Tree, build_subtree, resample
 
 from .fakes import fix_costs
 from .lyanna_bundle import CONTEXT, SCALE, STEPS, VOCABULARY, WIDTH

@@ -170,7 +170,7 @@ def test_ranges_of_no_length_stay_inside_of_those_around_them() -> None:
 
 
 def test_nvtx_gets_the_ranges_that_a_recording_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """StageTimers are pushed and popped in pairs, and each name is registered once."""
+    """Ranges are pushed and popped in pairs, and each name is registered once."""
     stack: list[str] = []
     paths: list[tuple[str, ...]] = []
     registered: list[str] = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,13 @@ from redraft import names
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild, Precision
-from redraft.engines.host_buffer import array_of
+from redraft.engines.host_device import array_of
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
-from redraft.methods import find_method
+from redraft.methods import ROWS, find_method
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
@@ -51,7 +50,7 @@ TRUNK = MultiHeadConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=8,
     draft_heads=HEADS, draft_logit_scale=1.25, hidden_states=("0",), rank_accuracies=RANKS,
 )  # fmt: skip
-FEATURES = ("eagle", "eagle2", "eagle3", "hass", "fspad", "griffin")
+FEATURES = tuple(name for name, row in ROWS.items() if row.family == "feature_tree")
 FEW_MEDUSA, FEW_TRUNK, CHAIN, OTHER = "few-medusa", "few-trunk", "chain", "other"
 """Drafters of few tokens, one of chains, and one of another method."""
 DRAFTERS = ("medusa", FEW_MEDUSA, "ngram+medusa", "multi_head", FEW_TRUNK, "ngram+multi_head", *FEATURES, CHAIN)
@@ -87,7 +86,7 @@ def write_features(folder: Path, identity: Identity) -> list[DrafterBuild]:
     options = {"precision": "fp32", "width": 3, "steps": STEPS}
     found = []
     for method in FEATURES:
-        form = import_module(f"redraft.export.drafters.{method}_graphs").FORM
+        form = ROWS[method].form
         states = find_method(method).hidden_states
         config = FeatureConfig(**{**SIZES, "vocab_size": VOCABULARY, "logit_scale": 1.0}, hidden_states=states, **form)
         module = random_module(config, SHARP)

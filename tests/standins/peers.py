@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model, Peer, PeerError, Source
+from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Peer, PeerError, PeerModel, PeerSource
 from redraft.config import Precision
 
 SECONDS = {PLAIN: 0.2, NGRAM: 0.1}
@@ -22,7 +22,7 @@ class Counter:
 
     modes = (PLAIN, NGRAM)
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         self.settings: Mapping[str, Any] = {"threads": model.threads, "context": model.context}
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
@@ -59,25 +59,25 @@ class Slow(Counter):
 class Exporting(Counter):
     """Writes the process id of a program that it runs into the model's folder, and waits for it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         with subprocess.Popen(["sleep", "60"]) as program:
             (model.path / "pid.part").write_text(str(program.pid))
             (model.path / "pid.part").rename(model.path / "pid")
 
 
-def refused(model: Model) -> Counter:
+def refused(model: PeerModel) -> Counter:
     """Fail to open, as a library does."""
     raise RuntimeError("no such\nmodel")
 
 
-def write_model(source: Source, precision: Precision, folder: Path) -> None:
+def write_model(source: PeerSource, precision: Precision, folder: Path) -> None:
     """Write a model that counts its conversions."""
     log = source.checkpoint / "conversions"
     log.write_text(log.read_text() + "x" if log.exists() else "x")
     (folder / "model").write_text(precision)
 
 
-def write_nothing(source: Source, precision: Precision, folder: Path) -> None:
+def write_nothing(source: PeerSource, precision: Precision, folder: Path) -> None:
     """Fail to convert."""
     (folder / "half").write_text("")
     raise PeerError(f"no {precision} for you")

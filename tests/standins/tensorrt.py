@@ -1,4 +1,4 @@
-"""A TensorRT whose engines are a bundle's ONNX graphs, run by ONNX Runtime on the fake CUDA's stream, or idle.
+"""A TensorRT whose engines are a bundle's ONNX graphs, run by ONNX Runtime on the fake CUDA's stream.
 
 `FakeTensorRt` stands for the module tensorrt. An engine's bytes are JSON. They hold the graph's file, its profiles by
 input, the inputs that it reads on the host, and a flag for updates in place. A profile has the smallest and largest
@@ -6,16 +6,13 @@ shape, and between them the tuned one if it is not the largest. An engine withou
 outputs before it reads. An input on the host is read when work is put on the stream, as TensorRT does. Shapes outside
 the profile, unset addresses and a capture without an earlier run are refused: by False, or by RuntimeError and
 TypeError like the bindings.
-
-An idle engine has tensors in place of a graph's file, and computes nothing, so that a step's time is the host's. Only
-the acceptance of a tree must make sense, so that text continues: `FakeTensorRt.accept` writes it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +21,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from redraft import names
-from redraft.engines.manifest import GraphRecord
 from tests.standins.cuda import ALIGNMENT, POISON, FakeCuda
 from tests.standins.tensorrt_build import FakeBuilding, ILogger
 
@@ -35,9 +30,6 @@ _TYPES = {
 }  # fmt: skip
 _NUMPY = {"INT64": np.int64, "BOOL": np.bool_, "FLOAT": np.float32, "HALF": np.float16, "INT8": np.int8,
           "UINT8": np.uint8}  # fmt: skip
-_NAMES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32",
-          "int8": "INT8", "uint8": "UINT8"}  # fmt: skip
-"""TensorRT's types by those of a bundle."""
 _SCRATCH = 1000
 Profile = Mapping[str, tuple[Sequence[int], ...]]
 
@@ -50,31 +42,19 @@ def write_engine(
     return path
 
 
-def write_idle_engine(path: Path, record: GraphRecord) -> Path:
-    """Write the file of an engine that takes every shape and computes nothing."""
-    tensors = [{spec.name: (_NAMES[spec.dtype], len(spec.shape)) for spec in specs}
-               for specs in (record.inputs, record.outputs)]  # fmt: skip
-    path.write_text(json.dumps({"tensors": tensors, "profiles": [{}], "host": [], "updates": True}))
-    return path
-
-
 class FakeTensorRt(FakeBuilding):
     """See the module.
 
     cuda:   the stand-in that its engines run on; building needs none.
-    accept: writes the output of an idle engine of acceptance, int64[1 + 2 T] of a tree of T nodes.
     building: options of `FakeBuilding`.
     """
 
     TensorLocation = Enum("TensorLocation", ["DEVICE", "HOST"])
     ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
 
-    def __init__(
-        self, cuda: FakeCuda | None = None, accept: Callable[[np.ndarray], None] | None = None, **building: Any
-    ) -> None:
+    def __init__(self, cuda: FakeCuda | None = None, **building: Any) -> None:
         super().__init__(**building)
         self.cuda: Any = cuda
-        self.accept = accept
         self.contexts: list[Context] = []
         self.runtime_caches: list[RuntimeCache] = []
         self.logger: Any = None
@@ -104,8 +84,8 @@ class Engine:
 
     def __init__(self, tensorrt: FakeTensorRt, values: dict[str, Any]) -> None:
         self.tensorrt = tensorrt
-        self.session = _session(values["graph"]) if "graph" in values else None
-        self.inputs, self.outputs = _tensors(self.session) if self.session else values["tensors"]
+        self.session = _session(values["graph"])
+        self.inputs, self.outputs = _tensors(self.session)
         self.profiles: list[Profile] = values["profiles"]
         self.num_optimization_profiles = len(self.profiles)
         self.host = values["host"]
@@ -233,16 +213,8 @@ class Context:
             if name in engine.host
         }
         addresses = dict(self.addresses)
-        work = self._run if engine.session else self._idle
-        cuda.put(lambda: work(addresses, sizes))
+        cuda.put(lambda: self._run(addresses, sizes))
         return True
-
-    def _idle(self, addresses: Mapping[str, int], sizes: Mapping[str, np.ndarray]) -> None:
-        """Compute nothing. The acceptance output has as many rows as sequences, like the tree's mask."""
-        if names.ACCEPT_OUTPUT in self.engine.outputs and self.engine.tensorrt.accept:
-            batch, nodes, _ = self.shapes[names.TREE_MASK]
-            for row in array(addresses[names.ACCEPT_OUTPUT], (batch, 1 + 2 * nodes), "INT64"):
-                self.engine.tensorrt.accept(row)
 
     def _run(self, addresses: Mapping[str, int], sizes: Mapping[str, np.ndarray]) -> None:
         """Read at the addresses, compute, write."""

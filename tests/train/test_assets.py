@@ -13,10 +13,12 @@ from redraft.engines.recipes import load_recipe
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.train.data import is_held_out
 from redraft.train.drafter_config import DrafterRecipe
-from redraft.train.objectives.lyanna_method import LyannaRecipe
+from redraft.train.objectives import find_training
 from redraft.train.text_batches import WrittenText
 from redraft.train.text_shards import PACKED, Shards, load_facts
 from redraft.train.write_text import written_tokens
+
+LyannaRecipe = find_training("lyanna").recipe
 
 FOLDER = Path(__file__).parents[2] / "assets" / "smollm2" / "text"
 DRAFTER = FOLDER.parent / "lyanna"

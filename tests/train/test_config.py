@@ -11,10 +11,11 @@ import pytest
 from redraft.errors import UsageError
 from redraft.train.config import RECIPES, Recipe
 from redraft.train.drafter_config import SelfText
-from redraft.train.objectives import find_method
-from redraft.train.objectives.draft_model_method import StudentRecipe
-from redraft.train.objectives.lyanna_method import LyannaRecipe
-from redraft.train.objectives.steered_method import SteeredRecipe
+from redraft.train.objectives import find_training
+
+LyannaRecipe = find_training("lyanna").recipe
+StudentRecipe = find_training("draft_model").recipe
+SteeredRecipe = find_training("steered").recipe
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ DRAFTERS = sorted({path.stem for path in RECIPES.glob("*.toml") if "compare" not
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_shipped_recipes_load_and_go_through_plain_values(name):
     values = tomllib.loads((RECIPES / f"{name}.toml").read_text(encoding="utf-8"))
-    kind = find_method(values.get("method", "eagle")).recipe
+    kind = find_training(values.get("method", "eagle")).recipe
     recipe = kind.load(name)
     assert kind.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 

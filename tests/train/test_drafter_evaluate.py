@@ -10,9 +10,12 @@ from redraft.errors import CheckpointError, DataError
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
 from redraft.train.drafter_run import train_drafter
-from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
+from redraft.train.objectives import find_training
+from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.publish import publish_drafter
 from tests.train.conftest import altered
+
+LyannaRecipe = find_training("lyanna").recipe
 
 
 @pytest.fixture(scope="module")

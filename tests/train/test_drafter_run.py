@@ -18,12 +18,14 @@ from redraft.train.document_text import DocumentText, prompts_from
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_run import COUNTS, TEXTS, train_drafter
 from redraft.train.loop import load_checkpoint, save_checkpoint
-from redraft.train.objectives import COMMANDS, METHODS, find_method
-from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
+from redraft.train.objectives import COMMANDS, METHODS, find_training
+from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.progress import PROGRESS, read_progress
 from redraft.train.publish import publish_drafter
 from redraft.train.verifier_model import open_verifier
 from tests.train.conftest import KillAfter, Killed, altered
+
+LyannaRecipe = find_training("lyanna").recipe
 
 RECIPE = LyannaRecipe(
     steps=8,
@@ -84,7 +86,7 @@ def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, two, finished,
 
 def medusa(**changes):
     fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
-    return find_method("medusa").recipe(**{**{name: getattr(RECIPE, name) for name in fields}, **changes})
+    return find_training("medusa").recipe(**{**{name: getattr(RECIPE, name) for name in fields}, **changes})
 
 
 def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_path):
@@ -302,10 +304,10 @@ def test_verifier_folder_that_is_missing_is_refused(two, tmp_path):
 def test_every_method_is_found_and_has_a_recipe_of_its_commands_name():
     assert tuple(COMMANDS.values()) == METHODS
     for command, name in COMMANDS.items():
-        method = find_method(name)
+        method = find_training(name)
         assert method.recipe.load(method.schedule or command).method == name
     with pytest.raises(CheckpointError, match="unknown drafting method 'absent'"):
-        find_method("absent")
+        find_training("absent")
 
 
 def test_prompts_are_stretches_of_the_stream():

@@ -19,16 +19,17 @@ from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import open_drafter
 from redraft.train.drafter_run import train_drafter
 from redraft.train.loop import load_checkpoint
-from redraft.train.objectives import find_method
+from redraft.train.objectives import find_training
+from redraft.train.objectives.decoder import SteeringTable, StudentTable
 from redraft.train.objectives.decoder_drafter import DEPTHS
-from redraft.train.objectives.decoder_method import SteeringTable, StudentTable
-from redraft.train.objectives.draft_model_method import StudentRecipe
-from redraft.train.objectives.steered_method import SteeredRecipe
 from redraft.train.progress import PROGRESS, read_progress
 from redraft.train.publish import publish_drafter, publish_model
 from redraft.train.trained_drafter import TrainedDrafter
 from redraft.train.verifier_model import open_verifier
 from tests.train.conftest import SELF_TEXT, SMALL, KillAfter
+
+StudentRecipe = find_training("draft_model").recipe
+SteeredRecipe = find_training("steered").recipe
 
 SCHEDULE = dict(
     steps=6, batch_tokens=128, seq_len=16, decay_seq_len=16, warmup_steps=2, optimizer="adam", lr=0.003,
@@ -214,7 +215,7 @@ def test_drafters_that_a_run_cannot_begin_with_are_refused_in_one_line(go, pretr
     (tmp_path / "published" / "config.json").write_text(json.dumps(values))
     (tmp_path / "published" / "model.safetensors").symlink_to(published / "model.safetensors")
     assert "was trained for another verifier; give a --start" in line(tmp_path / "published")
-    other = find_method("lyanna").recipe(**{**SCHEDULE, "steps": 1}, self_text=PLAIN)
+    other = find_training("lyanna").recipe(**{**SCHEDULE, "steps": 1}, self_text=PLAIN)
     assert "is a drafter of another method than the recipe's" in line(pretrained, other)
 
 

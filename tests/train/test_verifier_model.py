@@ -10,10 +10,12 @@ import torch
 from tokenizers import Tokenizer
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
-from redraft.train.objectives.lyanna_method import LyannaRecipe, configure
+from redraft.train.objectives import find_training
 from redraft.train.verifier_model import check_device, open_verifier
 from tests.export.gguf_files import random_file
 from tests.export.models import write_checkpoint
+
+TRAINING = find_training("lyanna")
 
 VOCAB = 400
 
@@ -35,7 +37,7 @@ def checkpoint(folder, tokenizer_of, architecture, **changes):
 )
 def test_shape_and_scale_of_the_logits_go_to_the_drafter(tmp_path, verifier_folder, architecture, changes, scale):
     found = open_verifier(checkpoint(tmp_path / "v", verifier_folder, architecture, **changes), "cpu")
-    config = configure(LyannaRecipe(), found)
+    config = TRAINING.configure(TRAINING.recipe(), found)
     assert config.logit_scale == scale
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (VOCAB, 48, 80)
     head_dim = getattr(found.config, "head_dim", None) or 12

@@ -17,9 +17,9 @@ from redraft.errors import DataError, TrainingError, UsageError
 from redraft.records import to_plain
 from redraft.train.data import load_corpus
 from redraft.train.drafter_run import train_drafter
-from redraft.train.objectives.decoder_method import SteeringTable
-from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
-from redraft.train.objectives.steered_method import SteeredRecipe
+from redraft.train.objectives import find_training
+from redraft.train.objectives.decoder import SteeringTable
+from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.progress import ProgressReport
 from redraft.train.publish import publish_drafter
 from redraft.train.questions import ChatTurns, word_problems
@@ -28,6 +28,9 @@ from redraft.train.text_shards import PACKED, Shards, pack, split
 from redraft.train.verifier_model import open_verifier
 from redraft.train.write_text import TextRecipe, compute_states, write_text, written_tokens
 from tests.train.conftest import altered
+
+LyannaRecipe = find_training("lyanna").recipe
+SteeredRecipe = find_training("steered").recipe
 
 TEMPLATE = "{% for m in messages %}<q>{{ m.content }}</q>{% endfor %}<a>"
 RECIPE = TextRecipe(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redraft.train.text_shards import split
-from redraft.train.writer import Prompt, Writer, continue_greedily, write_rows
+from redraft.train.writer import TextStart, Writer, continue_greedily, write_rows
 from tests.export.models import config_of
 
 LENGTHS = (5, 2, 7, 3, 2)
@@ -31,7 +31,7 @@ def model():
 
 def prompts(temperature=0.0):
     rng = np.random.default_rng(1)
-    return [Prompt(tuple(rng.integers(3, 97, length).tolist()), temperature) for length in LENGTHS]
+    return [TextStart(tuple(rng.integers(3, 97, length).tolist()), temperature) for length in LENGTHS]
 
 
 def alone(model, prompt, ends=()):
@@ -117,7 +117,7 @@ def test_rows_beyond_one_batch_come_in_order_and_are_counted(model, monkeypatch)
     written = write_rows(model, rows, NEW, 0.0, 0, lambda done, of: seen.append((done, of)))
     assert seen == [(2, 3), (3, 3)]
     assert written.dtype == np.int64
-    assert written.tolist() == [alone(model, Prompt(tuple(row))) for row in rows.tolist()]
+    assert written.tolist() == [alone(model, TextStart(tuple(row))) for row in rows.tolist()]
     first, again, other = (write_rows(model, rows, NEW, 1.0, seed) for seed in (3, 3, 4))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)

@@ -1,31 +1,32 @@
-"""Losses of drafting methods, one file for each method. The loop names no method.
+"""Losses of drafting methods, a few modules for each family. The loop names no method.
 
-Importing this package needs no torch. `find_method` imports the module `<method>_method`; its METHOD describes how to
-train a drafter.
+Importing this package needs no torch. `find_training` imports the module of a method's family; its TRAINING describes
+how to train a drafter.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from redraft.errors import CheckpointError
-from redraft.methods import METHODS as ALL
-from redraft.methods import find_method as specification
+from redraft.methods import ROWS, find_method, trained_methods
 
 if TYPE_CHECKING:
-    from redraft.train.method import Method
+    from redraft.train.training import Training
 
-METHODS = tuple(name for name in ALL if find_spec(f"{__name__}.{name}_method"))
+METHODS = trained_methods()
 """The methods that can be trained."""
-COMMANDS = {specification(name).command: name for name in METHODS}
+COMMANDS = {find_method(name).command: name for name in METHODS}
 """The methods that can be trained, by the names of their commands."""
 
 
-def find_method(name: str) -> Method:
-    """Return a method's training. Raises CheckpointError for an unknown one, as in a drafter of another version."""
+@cache
+def find_training(name: str) -> Training:
+    """Return how to train a method's drafters. Raises CheckpointError for an unknown one, as of another version."""
     if name not in METHODS:
         raise CheckpointError(f"unknown drafting method {name!r}", f"the methods are {', '.join(METHODS)}")
-    method: Method = import_module(f"{__name__}.{name}_method").METHOD
-    return method
+    row = ROWS[name]
+    training: Training = import_module(f"{__name__}.{row.family}").TRAINING(find_method(name), row)
+    return training

@@ -21,12 +21,12 @@ import torch
 from redraft.errors import UsageError
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.methods.decoder import MOST_STEPS
-from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import linear_cross_entropy
 from redraft.train.objectives.distillation import Distillation
 from redraft.train.states import States
+from redraft.train.training import hidden_states_of
 from redraft.train.verifier_model import autocast_of
 
 DEPTHS = 6
@@ -63,10 +63,12 @@ class Offsets:
     draft_length: k, the largest.
     offsets: `text` draws one δ for a text, `row` one for every row. In `block`, δ grows by one from row to row and
              begins again at 1 after k, from a phase that is drawn for a text (the paper's ablation, blocked offsets).
+    frozen:  True to train steering alone (the paper's ablation).
     """
 
     draft_length: int = 8
     offsets: Literal["text", "row", "block"] = "text"
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_length <= MOST_STEPS:
@@ -81,11 +83,6 @@ class Offsets:
         return (1 + drawn).expand(-1, rows)
 
 
-def hidden_states_of(config: DraftModelConfig) -> tuple[str, ...]:
-    """Return the verifier's hidden states that the loss reads: the last one, and those that steer the model."""
-    return tuple(dict.fromkeys((LAST_HIDDEN_STATE, *config.hidden_states)))
-
-
 class DraftModelObjective(Distillation):
     """The loss of a draft model with its frozen verifier."""
 
@@ -94,16 +91,16 @@ class DraftModelObjective(Distillation):
 
     def __init__(
         self, verifier: Any, config: DraftModelConfig, weights: LossWeights = LossWeights(),
-        vocabulary: DraftColumns | None = None, compile_graph: bool = False, offsets: Offsets = Offsets(),
-        frozen: bool = False,
+        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
         """vocabulary: of the draft model's logits; all tokens by default. Raises ValueError if its size is another.
-        offsets: for a model with steering.   frozen: True trains its steering alone.
+
+        weights: for a model with steering, with `Offsets`.
         """
         super().__init__(DraftModel(config), config, verifier, vocabulary)
         self.hidden_states = hidden_states_of(config)
-        self._weights, self._offsets = weights, offsets
-        if frozen:
+        self._weights, self._offsets = weights, weights if isinstance(weights, Offsets) else Offsets()
+        if self._offsets.frozen:
             self.drafter.body.requires_grad_(False)
         self._hidden = torch.compile(self._states_of, dynamic=True) if compile_graph else self._states_of
 

@@ -22,13 +22,12 @@ import torch.nn.functional as F
 
 from redraft.errors import UsageError
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Predicted
-from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import Alignment, LinearLoss, linear_cross_entropy
-from redraft.train.objectives.chain_attention import ChainAttention
-from redraft.train.objectives.distillation import Distillation, Targets
+from redraft.train.objectives.distillation import ChainAttention, Distillation, Targets
 from redraft.train.states import States
+from redraft.train.training import hidden_states_of
 from redraft.train.verifier_model import autocast_of
 
 MEASURED = 5
@@ -65,11 +64,6 @@ class LossSettings:
     aligned: int = 0
     own_mask: bool = True
     noise: float = 0.0
-
-
-def hidden_states_of(config: FeatureConfig) -> tuple[str, ...]:
-    """Return the verifier's hidden states that the loss reads: the drafter's, and the last one."""
-    return tuple(dict.fromkeys((LAST_HIDDEN_STATE, *config.hidden_states)))
 
 
 class FeatureObjective(Distillation):

@@ -6,22 +6,31 @@ attends to step 0's rows up to its start and to the earlier steps of its own cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.errors import UsageError
+from redraft.export.drafters.layer import renamed
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
+from redraft.names import LAST_HIDDEN_STATE
+from redraft.records import PositiveInt
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
+from redraft.train.drafter_config import LayerTable
+from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.linear_loss import linear_cross_entropy
-from redraft.train.objectives.chain_attention import ChainAttention
-from redraft.train.objectives.distillation import Distillation
+from redraft.train.mtp import load_mtp
+from redraft.train.objectives.distillation import ChainAttention, Distillation
+from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_last_layer
 from redraft.train.states import States
-from redraft.train.verifier_model import autocast_of
+from redraft.train.training import Start, Training
+from redraft.train.verifier_model import VerifierModel, autocast_of
 
 
 def chains(
@@ -45,12 +54,12 @@ def chains(
 @dataclass(frozen=True)
 class LossWeights:
     """Weights of a step's loss: alpha of MSE, beta of CE with the verifier's distribution, gamma of CE with its
-    likeliest token alone. A step's loss weighs `step` times the loss of the step before."""
+    likeliest token alone. A step's loss weighs `step_weight` times the loss of the step before."""
 
     alpha: float = 1.0
     beta: float = 1.0
     gamma: float = 0.0
-    step: float = 0.8
+    step_weight: float = 1.0
 
 
 class TokenInfoProduct:
@@ -107,29 +116,15 @@ class LyannaObjective(Distillation):
             places, real = batch.places(step + 1)
             count = real.sum().clamp(min=1)  # short texts may have no token at this depth
             error = (hidden.float() - gather_places(states.last, places).float()).square().mean(-1)[real].sum() / count
-            columns, shares = self._targets(states, places, real)
-            targets = weights.beta * shares
-            targets[:, 0] += weights.gamma * (shares[:, 0] > 0)
+            targets = self.targets(batch, states, places, real, weights.beta, 0.0, weights.gamma)
             found = linear_cross_entropy(
-                self.scaled(hidden[real]), self.head,
-                info.states(gather_places(batch.tokens, places)[real]), info.head, columns, targets / count,
+                self.scaled(hidden[real]), self.head, info.states(gather_places(batch.tokens, places)[real]),
+                info.head, targets.columns, targets.weights / count,
             )  # fmt: skip
             losses.append(weights.alpha * error + found.loss)
-            ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
-            means.append(torch.stack([error.detach(), ce.sum() / count]))
-            hits.append(((found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)).sum() / count)
+            means.append(torch.stack([error.detach(), targets.cross_entropy(found).sum() / count]))
+            hits.append(targets.hits(found).sum() / count)
         return torch.stack(losses), torch.stack(means, 1), torch.stack(hits)
-
-    def _targets(self, states: States, places: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return columns of the verifier's likeliest tokens after the real places, and their probabilities: [M, K].
-
-        Tokens outside the draft vocabulary have column 0 and probability 0.
-        """
-        columns = self.vocabulary.columns_of(gather_places(states.top_ids, places)[real])
-        log_probs = (
-            gather_places(states.top_logits, places)[real] - gather_places(states.log_sum, places)[real][:, None]
-        )
-        return columns.clamp(min=0), log_probs.exp() * (columns >= 0)
 
     def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield l' of every step of every chain, [B, S, H] each."""
@@ -159,7 +154,93 @@ class LyannaObjective(Distillation):
         batch = batch.to(self.verifier.device)
         with autocast_of(self.verifier):
             losses, means, hits = self._losses(batch, self.states(batch))
-        weights = self._weights.step ** torch.arange(len(losses), device=losses.device)
+        weights = self._weights.step_weight ** torch.arange(len(losses), device=losses.device)
         metrics = {name: values.mean().item() for name, values in zip(("mse", "ce"), means, strict=True)}
         hit_rates = {f"hit {step}": hit for step, hit in enumerate(hits.tolist(), 1)}
         return (weights * losses).sum() / weights.sum(), metrics | hit_rates
+
+
+@dataclass(frozen=True)
+class LyannaTable(LossWeights, LayerTable):
+    """Shape and loss. `chain` is the number of steps; LyannaConfig has the other fields."""
+
+    rank: PositiveInt = 64
+    chain: PositiveInt = 4
+    first_token: bool = True
+    token_info: bool = True
+    chain_projection: bool = False
+
+    def __post_init__(self) -> None:
+        losses = (self.alpha, self.beta, self.gamma)
+        if min(losses) < 0 or max(losses) == 0 or self.step_weight <= 0:
+            raise UsageError(
+                "drafter.alpha, beta and gamma must be positive or zero, not all zero, and step_weight positive"
+            )
+
+
+def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
+    """Begin with the verifier's last decoder layer and final norm, and projections that give this layer its inputs.
+
+    The projections are fitted to the texts of `batches`. Raises UsageError if the drafter's layer has another shape or
+    computes something else.
+    """
+    state = drafter.state_dict()
+    copy_last_layer(state, ("layer.",), verifier)
+    drafter.load_state_dict(state)
+    drafter.to(verifier.model.device)
+    batches = iter(batches)
+    first = next(batches)
+    check_last_layer(drafter.layer, drafter.norm, verifier, first)
+    embed = verifier.model.get_input_embeddings()
+    fits: list[tuple[nn.Linear, Inputs]] = [
+        (drafter.projection, lambda hidden, tokens: drafter.joined(hidden[LAST_HIDDEN_STATE], embed(tokens).float()))
+    ]
+    if drafter.chain_projection is not None:
+        fits.append((drafter.chain_projection, lambda hidden, _: drafter.chain_norm(hidden[LAST_HIDDEN_STATE])))
+    fit_projections(fits, verifier.model, chain([first], batches), str(verifier.layers - 2))
+
+
+def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[Batch]) -> None:
+    """Begin with the verifier's MTP module, which has the same form except the norm on a chain's own states.
+
+    Raises CheckpointError if the verifier has none, UsageError if the drafter has another shape.
+    """
+    state = drafter.state_dict()
+    width = drafter.config.hidden_size
+    for name, tensor in load_mtp(verifier.checkpoint.path).state_dict().items():
+        own = renamed(name)
+        if not drafter.config.first_token:
+            if own.startswith("embedding_norm"):
+                continue
+            tensor = tensor[:, :width] if own == "projection.weight" else tensor
+        if own not in state or state[own].shape != tensor.shape:
+            raise UsageError(
+                f"drafter.init = 'mtp': {name} of the verifier's module does not fit a drafter of this shape",
+                OTHER_INIT,
+            )
+        state[own] = tensor.to(torch.float32)
+    state["chain_norm.weight"] = state["hidden_norm.weight"].clone()
+    if drafter.chain_projection is not None:
+        state["chain_projection.weight"] = torch.eye(width)
+    drafter.load_state_dict(state)
+
+
+class LyannaTraining(Training):
+    """The training of Lyanna's drafters."""
+
+    table = LyannaTable
+    config, drafter, loss = LyannaConfig, LyannaDrafter, LyannaObjective
+    starts: ClassVar[Mapping[str, Start]] = {"mtp": start_from_mtp, "layer": start_from_layer}
+    storage = "bf16"
+
+    def configuration(self, table: LyannaTable, verifier: VerifierModel) -> LyannaConfig:
+        """Return the drafter's configuration. Sizes of 0 in the table become the verifier's."""
+        own = {name: getattr(table, name) for name in ("rank", "first_token", "token_info", "chain_projection")}
+        return configuration_of(verifier.config, verifier.vocab_size, steps=table.chain, **table.sizes, **own)
+
+    def lookahead(self, config: LyannaConfig, table: LyannaTable) -> int:
+        """Return the steps of a chain."""
+        return config.steps
+
+
+TRAINING = LyannaTraining

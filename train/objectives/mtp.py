@@ -16,8 +16,7 @@ from transformers import AutoConfig
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.layer import renamed
-from redraft.export.drafters.mtp import MtpDrafter
-from redraft.export.drafters.mtp_graphs import configuration_of
+from redraft.export.drafters.mtp import MtpDrafter, configuration_of
 from redraft.methods.mtp import METHOD
 from redraft.train.mtp import load_mtp
 

@@ -6,18 +6,23 @@ loss is for verifiers that exist already, and `experiments.multi_head` has the j
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from redraft.errors import UsageError
-from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
+from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter, configuration_of
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
-from redraft.train.objectives.chain_attention import ChainAttention
-from redraft.train.objectives.parallel_heads import HeadsObjective, LossWeights
+from redraft.train.drafter_config import Init, LayerTable
+from redraft.train.objectives.distillation import ChainAttention
+from redraft.train.objectives.last_layer import check_last_layer, copy_last_layer
+from redraft.train.objectives.parallel_heads import HeadsObjective, HeadsTable, HeadsTraining, LossWeights
 from redraft.train.states import States
+from redraft.train.training import Start
+from redraft.train.verifier_model import VerifierModel
 
 
 class MultiHeadObjective(HeadsObjective):
@@ -26,7 +31,7 @@ class MultiHeadObjective(HeadsObjective):
     drafter: MultiHeadDrafter
 
     def __init__(
-        self, verifier: Any, config: MultiHeadConfig, weights: LossWeights = LossWeights(step=1.0),
+        self, verifier: Any, config: MultiHeadConfig, weights: LossWeights = LossWeights(step_weight=1.0),
         vocabulary: DraftColumns | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
         """The arguments are those of `HeadsObjective`. Raises UsageError if the verifier has another final norm."""
@@ -47,3 +52,51 @@ class MultiHeadObjective(HeadsObjective):
         for head in range(self.lookahead):
             attend = ChainAttention(self.drafter.config, starts)
             yield self.drafter.head(head, trunk, positions, attend, lambda rows: gather_places(rows, starts))
+
+
+@dataclass(frozen=True)
+class MultiHeadTable(HeadsTable, LayerTable):
+    """Shape and loss. All heads weigh alike, as in the paper.
+
+    draft_heads: number of heads, without the verifier's own.   init: `layer` begins each head as the verifier's last
+    layer.
+    """
+
+    draft_heads: int = 3
+    step_weight: float = 1.0
+    init: Init = "layer"
+
+
+def start_from_layer(drafter: MultiHeadDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
+    """Begin each head as the verifier's last layer. Raises UsageError if it has another shape or form."""
+    state = drafter.state_dict()
+    copy_last_layer(state, [f"layers.{head}." for head in range(drafter.config.draft_heads)], verifier)
+    drafter.load_state_dict(state)
+    drafter.to(verifier.model.device)
+    check_last_layer(drafter.layers[0], drafter.norm, verifier, next(iter(batches)))  # type: ignore[arg-type]
+
+
+class MultiHeadTraining(HeadsTraining):
+    """The training of heads on the trunk."""
+
+    table = MultiHeadTable
+    starts: ClassVar[Mapping[str, Start]] = {"layer": start_from_layer}
+    config, drafter, loss = MultiHeadConfig, MultiHeadDrafter, MultiHeadObjective
+
+    def configuration(self, table: MultiHeadTable, verifier: VerifierModel) -> MultiHeadConfig:
+        """Return the drafter's configuration. Sizes of 0 in the table become the verifier's.
+
+        Raises CheckpointError for a number of heads that cannot be, and for a verifier of one layer.
+        """
+        return configuration_of(verifier.config, verifier.vocab_size, draft_heads=table.draft_heads, **table.sizes)
+
+    def lookahead(self, config: MultiHeadConfig, table: HeadsTable) -> int:
+        """Return the number of heads."""
+        return config.draft_heads
+
+    def hidden_states(self, config: MultiHeadConfig) -> tuple[str, ...]:
+        """Return the trunk's state."""
+        return config.hidden_states
+
+
+TRAINING = MultiHeadTraining

@@ -7,47 +7,41 @@ s + k + 1; the verifier's own head predicts that at s + 1. A method says what it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from redraft.errors import UsageError
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.train.acceptance import rank_accuracies
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterTable
 from redraft.train.linear_loss import linear_cross_entropy
 from redraft.train.objectives.distillation import Distillation
 from redraft.train.states import States
+from redraft.train.training import Measure, Training
 from redraft.train.verifier_model import autocast_of
 
 
 @dataclass(frozen=True)
 class LossWeights:
     """Weights of a head's cross-entropies: `soft` with the verifier's distribution over its kept likeliest tokens,
-    `hard` with the text's token, `greedy` with the verifier's likeliest token. step: λ, head k weighs λ^k."""
-
-    soft: float = 1.0
-    hard: float = 1.0
-    greedy: float = 0.0
-    step: float = 0.8
-
-
-@dataclass(frozen=True)
-class HeadsTable(DrafterTable):
-    """The loss in a recipe.
-
-    soft, hard, greedy: weights of a head's cross-entropies (LossWeights).   step_weight: λ; head k weighs λ^k.
-    """
+    `hard` with the text's token, `greedy` with the verifier's likeliest token. step_weight: λ, head k weighs λ^k."""
 
     soft: float = 1.0
     hard: float = 1.0
     greedy: float = 0.0
     step_weight: float = 0.8
+
+
+@dataclass(frozen=True)
+class HeadsTable(LossWeights, DrafterTable):
+    """The loss in a recipe."""
 
     def __post_init__(self) -> None:
         losses = (self.soft, self.hard, self.greedy)
@@ -55,11 +49,6 @@ class HeadsTable(DrafterTable):
             raise UsageError(
                 "drafter.soft, hard and greedy must be 0 or more, not all 0, and step_weight must be above 0"
             )
-
-    @property
-    def loss_weights(self) -> LossWeights:
-        """The weights of the loss."""
-        return LossWeights(self.soft, self.hard, self.greedy, self.step_weight)
 
 
 class HeadsObjective(Distillation, ABC):
@@ -107,6 +96,12 @@ class HeadsObjective(Distillation, ABC):
         batch = batch.to(self.verifier.device)
         with autocast_of(self.verifier):
             losses, (ce, hits) = self._losses(batch, self.states(batch))
-        weights = self._weights.step ** torch.arange(1, len(losses) + 1, device=losses.device)
+        weights = self._weights.step_weight ** torch.arange(1, len(losses) + 1, device=losses.device)
         named = {f"hit {head}": hit for head, hit in enumerate(hits.tolist(), 1)}
         return (weights * losses).sum(), {"ce": ce.mean().item(), **named}
+
+
+class HeadsTraining(Training):
+    """The base of trainings of heads, whose accuracies by rank choose the tree."""
+
+    measures: ClassVar[Mapping[str, Measure]] = {"rank_accuracies": rank_accuracies}

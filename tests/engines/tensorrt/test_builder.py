@@ -14,8 +14,8 @@ import pytest
 
 from redraft.engines.gpu import Gpu
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
-from redraft.engines.tensorrt.records import Profile, Range
 from redraft.engines.tensorrt.target import Target
+from redraft.engines.tensorrt_records import Profile, Range
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from tests.standins.tensorrt import FakeTensorRt

@@ -19,7 +19,7 @@ from redraft.engines.tensorrt.commands import commands, sound_inputs, write_inpu
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
 from redraft.engines.tensorrt.prepare import graph_file
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
-from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.engines.tensorrt_records import EngineRecord, TensorRtRecord
 from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, lyanna_record

@@ -14,8 +14,8 @@ from redraft.engines.gpu import Gpu
 from redraft.engines.tensorrt import engine_cache
 from redraft.engines.tensorrt.builder import EngineBuild, Settings
 from redraft.engines.tensorrt.engine_cache import engine_key, fetch, keep, timing_cache
-from redraft.engines.tensorrt.records import Profile, Range
 from redraft.engines.tensorrt.target import RTX, Target
+from redraft.engines.tensorrt_records import Profile, Range
 from redraft.files import link_or_copy
 
 GPU = Gpu("NVIDIA H200", (9, 0), 1, 2)

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from redraft import names, signatures
 from redraft.engines.tensorrt.memory import CONTEXT_BYTES, Needs, activation_bytes, check_host, check_memory, needs_of
 from redraft.engines.tensorrt.profiles import CallLimits, profiles_of, verifier_symbols
-from redraft.engines.tensorrt.records import Profile, Range
+from redraft.engines.tensorrt_records import Profile, Range
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from redraft.signatures import VerifierShape

@@ -22,7 +22,7 @@ from redraft.engines.tensorrt.operators import problems
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.errors import BackendError
 from redraft.export.graph.step_graphs import export_step_graphs
-from redraft.methods.lyanna import draft_outputs
+from redraft.methods.chains import draft_outputs
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.signatures import VerifierShape
 from redraft.types import Budget

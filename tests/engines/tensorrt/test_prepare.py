@@ -19,7 +19,7 @@ from redraft import names, signatures
 from redraft.engines.tensorrt.expand import expand, expand_maxima
 from redraft.engines.tensorrt.native import DECOMPOSABLE
 from redraft.engines.tensorrt.prepare import copied_bytes, graph_file, merge_weights, prepare
-from redraft.engines.tensorrt.records import weights_file
+from redraft.engines.tensorrt_records import weights_file
 from redraft.errors import BackendError
 from tests.engines.graphs import Decoder, for_onnxruntime, restore_bodies, save_verifier, stored_outside
 

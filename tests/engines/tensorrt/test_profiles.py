@@ -7,9 +7,9 @@ import pytest
 from redraft import names, signatures
 from redraft.engines import check_max_num_seqs, check_tree
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of
-from redraft.engines.tensorrt.records import EngineRecord, Range, TensorRtRecord
+from redraft.engines.tensorrt_records import EngineRecord, Range, TensorRtRecord
 from redraft.errors import UsageError
-from redraft.methods import decoder, draft_model
+from redraft.methods import decoder
 from redraft.methods.lyanna import LyannaShape, draft_inputs, resample_inputs
 from redraft.names import TensorSpec
 from redraft.signatures import VerifierShape
@@ -162,7 +162,7 @@ def test_a_decoder_that_drafts_has_profiles_for_prompts_for_steps_and_for_each_f
     max_model_len: int,
 ) -> None:
     limits = CallLimits(batch=2, tree=16, prefill=128, max_model_len=max_model_len)
-    symbols = drafter_symbols(draft_model.METHOD.graphs[names.DRAFT], draft_model.METHOD.spare_rows, limits)
+    symbols = drafter_symbols(decoder.METHOD.graphs[names.DRAFT], decoder.METHOD.spare_rows, limits)
     inputs = decoder.draft_inputs(decoder.DecoderShape(3, 32, 61, 2, 16, 24, 4, 33, 61))
     found = profiles_of(symbols, inputs, limits, kv_len_is_shape=True)
     assert [profile.inputs[names.TOKEN_IDS].max for profile in found] == [(2, 64), (2, 16), (2, 1)]

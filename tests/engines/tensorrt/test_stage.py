@@ -22,9 +22,9 @@ from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
 from redraft.engines.tensorrt import memory, prepare, stage
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.records import Range, weights_file
 from redraft.engines.tensorrt.stage import stage_engines
 from redraft.engines.tensorrt.target import Target, Tools
+from redraft.engines.tensorrt_records import Range, weights_file
 from redraft.errors import BackendError, BundleError
 from redraft.export.graph.step_graphs import export_step_graphs
 from redraft.methods.lyanna import METHOD, LyannaShape

@@ -13,8 +13,8 @@ import pytest
 from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
 from redraft.engines.gpu import Gpu, cuda_version, find_gpu
 from redraft.engines.tensorrt.plugin import VARIABLE, find_plugin
-from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.engines.tensorrt.target import Target, check_same, find_target, find_tools
+from redraft.engines.tensorrt_records import TensorRtRecord
 from redraft.errors import BackendError
 
 GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)

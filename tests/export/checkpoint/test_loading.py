@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,10 +9,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 from redraft.config import BuildConfig
-from redraft.errors import CheckpointError, UnsupportedModelError
+from redraft.errors import CheckpointError, RedraftError
 from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.loading import LoadedTensors, fill_buffers, load_tensors
 from redraft.export.checkpoint.model_config import load_config
@@ -28,6 +33,7 @@ ROUTED = dict(
     SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0, n_group=1,
     topk_group=1, n_shared_experts=1,
 )  # fmt: skip
+BUFFER = "model.layers.0.mlp.gate.e_score_correction_bias"
 GEMMA4 = dict(
     SMALL, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], vocab_size_per_layer_input=97,
     hidden_size_per_layer_input=8,
@@ -53,7 +59,7 @@ def change(folder: Path, edit) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
-        ("mixtral", dict(SMALL)),
+        ("mixtral", SMALL),
         ("glm4_moe", ROUTED),
         ("granitemoe", dict(SMALL, num_local_experts=4, num_experts_per_tok=2)),
         ("phimoe", dict(SMALL, num_local_experts=4)),
@@ -75,12 +81,11 @@ def test_values_are_those_that_transformers_loads(tmp_path, architecture, change
 
 def test_buffers_are_filled(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "glm4_moe", **ROUTED)
-    name = "model.layers.0.mlp.gate.e_score_correction_bias"
     stored = torch.arange(4, dtype=torch.float32)
-    change(folder, lambda tensors: tensors.update({name: stored}))
+    change(folder, lambda tensors: tensors.update({BUFFER: stored}))
     network = AutoModelForCausalLM.from_config(load_config(Checkpoint.open(folder)))
     fill_buffers(network, load(folder).buffers, Checkpoint.open(folder))
-    assert torch.equal(dict(network.named_buffers())[name], stored)
+    assert torch.equal(dict(network.named_buffers())[BUFFER], stored)
 
 
 def test_names_of_older_checkpoints_are_renamed(tmp_path):
@@ -112,28 +117,6 @@ def test_head_that_differs_from_the_embedding_is_used(tmp_path):
     assert loaded.parameters["lm_head.weight"].entry.name == "lm_head.weight"
 
 
-def test_head_of_a_multimodal_folder_is_used(tmp_path):
-    """The whole model's configuration is untied; its text model's is tied by default."""
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
-
-    text = dict(SMALL, model_type="mistral", vocab_size=97, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    vision = dict(
-        model_type="pixtral",
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=8,
-    )
-    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=90, tie_word_embeddings=False)
-    config.text_config.tie_word_embeddings = True
-    folder = tmp_path / "model"
-    Mistral3ForConditionalGeneration(config).save_pretrained(folder)
-    export = export_verifier(Checkpoint.open(folder), tmp_path)
-    assert export.head != export.embedding
-    assert {export.head, export.embedding} <= {ref.initializer for ref in export.weights}
-
-
 def test_masks_that_older_models_stored_are_no_surplus(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "gptj", rotary_dim=4, num_key_value_heads=4, head_dim=8, **SMALL)
     mask = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
@@ -145,59 +128,64 @@ def test_masks_that_older_models_stored_are_no_surplus(tmp_path):
         load(folder)
 
 
-def test_surplus_tensors_are_refused_by_name(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", "llama", **SMALL)
-    change(folder, lambda tensors: tensors.update({f"model.extra.{i}.weight": torch.zeros(2) for i in range(6)}))
-    with pytest.raises(CheckpointError, match=r"model.extra.0.weight, .* and 2 more that LlamaForCausalLM does"):
-        load(folder)
-
-
 def test_first_layers_of_a_checkpoint_leave_the_others(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "llama")
     layers = {name.split(".")[2] for name in load(folder, layers=2).parameters if ".layers." in name}
     assert layers == {"0", "1"}
 
 
-def test_missing_buffer_is_named(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", "glm4_moe", **ROUTED)
-    name = "model.layers.0.mlp.gate.e_score_correction_bias"
-    change(folder, lambda tensors: tensors.pop(name))
-    with pytest.raises(CheckpointError, match=f"has no tensor {re.escape(name)}"):
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+SURPLUS = {f"model.extra.{i}.weight": torch.zeros(2) for i in range(6)}
+FAULTS = [
+    ("llama", {UP: None}, f"has no tensor {UP}"),
+    ("llama", {NORM: torch.zeros(7)}, f"tensor {NORM} is [7], config.json requires [32]"),
+    ("llama", {NORM: torch.ones(32, dtype=torch.int64)}, f"tensor {NORM} is stored as I64"),
+    ("llama", {NORM: torch.zeros(32, dtype=torch.int8)}, f"tensor {NORM} is stored as I8"),
+    ("llama", {NORM: torch.zeros(32).to(torch.float8_e4m3fn)}, f"tensor {NORM} is stored as F8_E4M3"),
+    ("llama", SURPLUS, "model.extra.3.weight and 2 more that LlamaForCausalLM does not use"),
+    ("glm4_moe", {BUFFER: None}, f"has no tensor {BUFFER}"),
+    ("glm4_moe", {BUFFER: torch.zeros(3)}, f"tensor {BUFFER} is [3], config.json requires [4]"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "changes", "message"), FAULTS)
+def test_faults_are_named(tmp_path, architecture, changes, message):
+    folder = write_checkpoint(tmp_path / "model", architecture, **(ROUTED if architecture == "glm4_moe" else SMALL))
+
+    def edit(tensors):
+        tensors.update(changes)
+        for name in [name for name, tensor in tensors.items() if tensor is None]:
+            del tensors[name]
+
+    change(folder, edit)
+    with pytest.raises(RedraftError, match=re.escape(message)):
         load(folder)
 
 
-def test_buffer_of_another_shape_is_named(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", "glm4_moe", **ROUTED)
-    name = "model.layers.0.mlp.gate.e_score_correction_bias"
-    change(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
-    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is \[3\], config.json requires \[4\]"):
-        load(folder)
+TEXT = dict(SMALL, vocab_size=97, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 
 
-def test_a_stored_type_that_is_not_supported_is_named(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", "llama", **SMALL)
-    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)}))
-    with pytest.raises(UnsupportedModelError, match=r"tensor model.norm.weight is stored as I64"):
-        load(folder)
+def test_head_of_a_multimodal_folder_is_used(tmp_path):
+    """The whole model's configuration is untied; its text model's is tied by default."""
+    text, vision = dict(TEXT, model_type="mistral"), dict(VISION, model_type="pixtral", head_dim=8)
+    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=90, tie_word_embeddings=False)
+    config.text_config.tie_word_embeddings = True
+    Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    export = export_verifier(Checkpoint.open(tmp_path / "model"), tmp_path)
+    assert export.head != export.embedding
+    assert {export.head, export.embedding} <= {ref.initializer for ref in export.weights}
 
 
 def test_text_model_of_a_multimodal_folder(tmp_path):
     """Its parameters have the text model's names; no tensor of the vision tower is surplus."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = dict(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=8, max_position_embeddings=64,
-    )  # fmt: skip
-    vision = dict(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
-    )
+    text = dict(TEXT, num_hidden_layers=2, sliding_window=8, max_position_embeddings=64)
+    vision = dict(VISION, image_size=16, patch_size=8)
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90)
-    folder = tmp_path / "model"
     model = Gemma3ForConditionalGeneration(config)
-    model.save_pretrained(folder)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "gemma3"
-    loaded, checkpoint = load(folder), Checkpoint.open(folder)
+    model.save_pretrained(tmp_path / "model")
+    loaded, checkpoint = load(tmp_path / "model"), Checkpoint.open(tmp_path / "model")
+    assert checkpoint.config["model_type"] == "gemma3"
     weight = model.get_decoder().layers[1].mlp.up_proj.weight
     found = evaluate(loaded.parameters["model.layers.1.mlp.up_proj.weight"], checkpoint)
     np.testing.assert_array_equal(found, weight.detach().numpy())
@@ -217,19 +205,18 @@ def test_numbers_that_are_not_finite_are_found(tmp_path, bad, dtype):
     assert not checkpoint.is_finite(entries["bad"])
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("int8", torch.float32)])
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, precision, dtype):
-    """In tensors that are used unchanged, and in tensors that are converted."""
-    folder = write_checkpoint(tmp_path / "model", "llama", dtype=dtype, **SMALL)
-    name = "model.layers.0.mlp.down_proj.weight"
-    change(folder, lambda tensors: tensors[name][3, 4].fill_(float("nan")))
+@pytest.mark.parametrize(
+    ("architecture", "name", "dtype", "precision"),
+    [
+        ("llama", UP, torch.float16, "fp16"),
+        ("llama", UP, torch.float32, "int8"),
+        ("glm4_moe", BUFFER, torch.float32, "fp32"),
+    ],
+    ids=["unchanged", "converted", "buffer"],
+)
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, architecture, name, dtype, precision):
+    sizes = ROUTED if architecture == "glm4_moe" else SMALL
+    folder = write_checkpoint(tmp_path / "model", architecture, dtype=dtype, **sizes)
+    change(folder, lambda tensors: tensors[name].view(-1)[3].fill_(float("nan")))
     with pytest.raises(CheckpointError, match=f"tensor {re.escape(name)} has a number that is not finite"):
         export_verifier(Checkpoint.open(folder), tmp_path, BuildConfig(precision=precision))
-
-
-def test_a_buffer_that_is_not_finite_is_refused_by_name(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", "glm4_moe", **ROUTED)
-    name = "model.layers.0.mlp.gate.e_score_correction_bias"
-    change(folder, lambda tensors: tensors.update({name: torch.full((4,), float("inf"))}))
-    with pytest.raises(CheckpointError, match=f"tensor {re.escape(name)} has a number that is not finite"):
-        export_verifier(Checkpoint.open(folder), tmp_path)

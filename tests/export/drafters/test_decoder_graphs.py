@@ -20,14 +20,13 @@ from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.checkpoint.model_config import load_config
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.drafters import ExportedDrafter, graph_file
+from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of, sizes_of
-from redraft.export.drafters.draft_model_graphs import EXPORTER
+from redraft.export.drafters.writing import Target
 from redraft.export.verifier import VerifierExport
 from redraft.methods.chains import DRAWN_LOG_PROB
-from redraft.methods.decoder import DecoderShape, draft_inputs, draft_outputs
-from redraft.methods.draft_model import DraftModelBuild
+from redraft.methods.decoder import DecoderShape, TreeBuild, draft_inputs, draft_outputs
 from redraft.signatures import VerifierShape
 from tests.engines.sessions import session_of
 from tests.export.models import config_of, write_checkpoint
@@ -37,8 +36,7 @@ from .tiny import VOCABULARY, Verifier, counts
 
 ROWS, TOKENS, TEXT_LIMIT = 64, 97, 96
 TEXTS = ([5, 9, 3, 77, 12, 8, 41, 6, 20, 11], [1, 2, 60, 61, 7, 33])
-export_checkpoint = EXPORTER.checkpoint
-assert export_checkpoint is not None
+EXPORTER = find_exporter("draft_model")
 OF_97 = VerifierExport(VerifierShape(1, 1, 1, 1, TOKENS, TEXT_LIMIT), (), "", (), "", "", None)  # type: ignore[arg-type]
 """A verifier of which a plain checkpoint shares nothing."""
 
@@ -133,8 +131,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
         checkpoint = write_checkpoint(folder / "model", architecture, max_position_embeddings=limit)
         out = folder / "graphs"
         out.mkdir()
-        options = DraftModelBuild(precision="fp32", width=3 if architecture == "qwen2" else 1, steps=8)
-        found[architecture] = checkpoint, out, export_checkpoint("d", Checkpoint.open(checkpoint), OF_97, out, options)
+        options = TreeBuild(precision="fp32", width=3 if architecture == "qwen2" else 1, steps=8)
+        found[architecture] = (
+            checkpoint,
+            out,
+            EXPORTER.checkpoint(Target("d", OF_97, out, options), Checkpoint.open(checkpoint)),
+        )
     return found
 
 
@@ -180,7 +182,7 @@ def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(
     out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
     opened = DrafterCheckpoint.open(tmp_path / "student")
     opened.load(student)
-    built = EXPORTER.trained("d", opened, little_verifier.export, identity, out, DraftModelBuild(precision="fp32"))
+    built = EXPORTER.trained(Target("d", little_verifier.export, out, TreeBuild(precision="fp32")), opened, identity)
     own = {ref.initializer for ref in built.weights}
     assert own == {f"d.{name}" for name in student.state_dict()} | ({"d.head"} if drafted else set())
     stored = load_file(little_verifier.checkpoint.path / "model.safetensors")
@@ -201,7 +203,7 @@ def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(
 def test_a_random_draft_model_has_a_few_of_its_verifiers_layers(little_verifier: Verifier, tmp_path: Path) -> None:
     out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
     config = load_config(little_verifier.checkpoint)
-    built = EXPORTER.random("d", config, little_verifier.export, out, DraftModelBuild(draft_vocabulary=20, steps=5))
+    built = EXPORTER.random(Target("d", little_verifier.export, out, TreeBuild(draft_vocabulary=20, steps=5)), config)
     assert (built.shape.layers, built.shape.draft_vocabulary, built.shape.nodes) == (2, 20, 6)
     assert built.precision == "int8"
 
@@ -211,7 +213,9 @@ def test_a_random_draft_model_has_a_few_of_its_verifiers_layers(little_verifier:
 def test_a_vocabulary_of_another_size(tokens: int, tmp_path: Path) -> None:
     """Only ids of both vocabularies are drafted. The last row of a smaller embedding stands for unknown ids."""
     checkpoint = write_checkpoint(tmp_path / "model", "llama", vocab_size=tokens, num_hidden_layers=1)
-    exported = export_checkpoint("d", Checkpoint.open(checkpoint), OF_97, tmp_path, DraftModelBuild(precision="fp32"))
+    exported = EXPORTER.checkpoint(
+        Target("d", OF_97, tmp_path, TreeBuild(precision="fp32")), Checkpoint.open(checkpoint)
+    )
     assert (exported.shape.vocabulary, exported.shape.draft_vocabulary) == (TOKENS, min(tokens, TOKENS))
     assert len(exported.tables) == (tokens < TOKENS)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
@@ -237,9 +241,9 @@ def test_a_checkpoint_that_does_not_fit_the_verifier(tmp_path: Path) -> None:
     """A table of positions ends. LongRoPE would rotate earlier keys anew."""
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "short", "gpt2", max_position_embeddings=64))
     with pytest.raises(CheckpointError, match="its texts have at most 64 tokens, the verifier's have 96"):
-        export_checkpoint("d", checkpoint, OF_97, tmp_path, DraftModelBuild())
+        EXPORTER.checkpoint(Target("d", OF_97, tmp_path, TreeBuild()), checkpoint)
     with pytest.raises(UsageError, match="draft_vocabulary needs counts of tokens"):
-        export_checkpoint("d", checkpoint, OF_97, tmp_path, DraftModelBuild(draft_vocabulary=10))
+        EXPORTER.checkpoint(Target("d", OF_97, tmp_path, TreeBuild(draft_vocabulary=10)), checkpoint)
     factors = [1.0] * 6
     rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": factors, "long_factor": factors}
     long = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64)
@@ -253,7 +257,7 @@ def test_a_student_of_another_verifier(little_verifier: Verifier, tmp_path: Path
     save_drafter(tmp_path / "student", "draft_model", config, other, DraftModel(config), counts(), {})
     opened, mine = DrafterCheckpoint.open(tmp_path / "student"), Identity.of(little_verifier.checkpoint)
     with pytest.raises(CheckpointError, match="was trained for another verifier"):
-        EXPORTER.trained("d", opened, little_verifier.export, mine, tmp_path, DraftModelBuild())
+        EXPORTER.trained(Target("d", little_verifier.export, tmp_path, TreeBuild()), opened, mine)
 
 
 @pytest.mark.parametrize(
@@ -266,4 +270,4 @@ def test_a_student_of_another_verifier(little_verifier: Verifier, tmp_path: Path
 )
 def test_options_that_no_graph_takes(options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        DraftModelBuild(**options)
+        TreeBuild(**options)

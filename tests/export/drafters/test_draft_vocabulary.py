@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from redraft.export.checkpoint.sources import RandomSource, RowsSource
+from redraft.export.checkpoint.stored_grid import Grid, StoredGrid
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary, most_frequent
-from redraft.export.quantization.rounding import Grid, StoredGrid
 
 COUNTS = torch.tensor([5, 0, 7, 5, 5, 9, 0])
 

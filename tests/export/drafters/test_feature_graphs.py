@@ -25,23 +25,24 @@ from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.draft_graph import Sampling as DraftSampling
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
-from redraft.export.drafters.feature_graphs import _Draft, _LevelTree, exporter_of
-from redraft.methods.chains import DRAWN_LOG_PROB
-from redraft.methods.eagle2 import METHOD
-from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape, draft_inputs, draft_outputs
-from redraft.noise_spec import DRAWN
+from redraft.export.drafters.feature_tree import FeatureTreeExporter, _Draft
+from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
+from redraft.export.drafters.writing import Target
+from redraft.methods import ROWS, find_method
+from redraft.methods.chains import DRAWN_LOG_PROB, draft_inputs, draft_outputs
+from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape
 from tests.engines.sessions import session_of
 from tests.noise import keys_of, noise_rows
 
+from .static_trees import CERTAIN, DRAWS, GREEDY, NOISY, POSITION, Sampling
 from .tiny import CONTEXT, HIDDEN, VOCABULARY, Verifier, token_data
 
+METHOD = find_method("eagle2")
 STEPS, CAPACITY = 3, 64
 SIZES: dict[str, Any] = dict(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=16, logit_scale=0.6,
     draft_logit_scale=1.3,
 )  # fmt: skip
-CERTAIN = -(2.0**-20)
-"""Largest log probability of a candidate."""
 STATIC_FORM = [(0,), (0, 0), (0, 0, 0), (0, 1), (0, 2), (1,), (1, 0), (1, 1), (2,)]
 """The best nine paths of three levels by the sums of their ranks, which count from 1. The first of equal sums are kept.
 """
@@ -137,6 +138,11 @@ class Drafter:
         return cls(shape, random_module(config), *weights, vocabulary)
 
 
+def exporter_of(form: dict[str, Any], static: bool = False) -> FeatureTreeExporter:
+    """The exporter of a method whose drafters have this form."""
+    return FeatureTreeExporter(METHOD, replace(ROWS[METHOD.id], form=form, static=static))
+
+
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def exported(
     little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
@@ -149,9 +155,9 @@ def exported(
         folder / "drafter", METHOD.id, config, identity, random_module(config), data.counts, {}, data.draft_vocabulary
     )
     shutil.copytree(little_verifier.folder, folder / "graphs")
-    exporter = exporter_of(METHOD, {"fusion": case.fusion, "outputs": case.outputs}, case.static)
+    exporter = exporter_of({"fusion": case.fusion, "outputs": case.outputs}, case.static)
     opened = DrafterCheckpoint.open(folder / "drafter")
-    made = exporter.trained("f", opened, little_verifier.export, identity, folder / "graphs", case.options)
+    made = exporter.trained(Target("f", little_verifier.export, folder / "graphs", case.options), opened, identity)
     assert (made.shape.static, made.shape.width, made.shape.draft_vocabulary) == (case.static, case.width, case.drafted)
     vocabulary = np.arange(VOCABULARY)
     if case.drafted < VOCABULARY:
@@ -171,25 +177,6 @@ class Draft(NamedTuple):
     log_probs: list[float]
     chain: list[np.ndarray]
     ranks: list[tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one sequence samples: its logit scale and temperature, its seed, and whether candidates are drawn."""
-
-    scale: float
-    temperature: float = 0.0
-    seed: int = 0
-    drawn: bool = False
-
-    def noise(self, ids: np.ndarray) -> np.ndarray:
-        """The noise of each level, [N, H]."""
-        stream = DRAWN if self.drawn else 0
-        return np.float32(self.temperature) * noise_rows(self.seed, 21, STEPS, ids, stream)
-
-    @property
-    def keys(self) -> np.ndarray:
-        return keys_of([self.seed], 21, STEPS, DRAWN if self.drawn else 0)[0]
 
 
 @dataclass(frozen=True)
@@ -233,7 +220,9 @@ def path_logits(drafter: Drafter, features: torch.Tensor, tokens: list[int], pat
 def expected_draft(drafter: Drafter, features: torch.Tensor, tokens: list[int], sampling: Sampling) -> Draft:
     """The draft after a text, by the definition of its tree."""
     shape, width = drafter.shape, drafter.shape.width
-    noise = sampling.noise(drafter.vocabulary)
+    noise = np.float32(sampling.temperature) * noise_rows(
+        sampling.seed, POSITION, STEPS, drafter.vocabulary, sampling.stream
+    )
     root = Candidate(-1, (), (), -1, 0.0, 0.0)
     level, every, chain = [root], list[Candidate](), list[np.ndarray]()
     for depth in range(shape.steps):
@@ -338,8 +327,7 @@ def in_torch(drafter: Drafter) -> Run:
     return run
 
 
-GREEDY, SCALED, NOISY = Sampling(1.3), Sampling(0.7), Sampling(0.7, 1.4, seed=1)
-DRAWS = Sampling(1 / 0.8, 0.8, seed=5, drawn=True)
+SCALED = Sampling(0.7)
 TEXT_ROWS = ([4, 3], [5, 2], [1, 4])
 """Rows of each text that each of two calls computes. The longest is padded too."""
 
@@ -390,7 +378,7 @@ def inputs_of(
         names.KV_LEN: np.array([max(starts) + width]),
         names.DRAFT_LOGIT_SCALE: np.array([one.scale for one in samplings], np.float32),
         names.NOISE_SCALE: np.array([one.temperature for one in samplings], np.float32),
-        names.NOISE_KEYS: np.stack([one.keys[:steps] for one in samplings]),
+        names.NOISE_KEYS: np.stack([keys_of([one.seed], POSITION, STEPS, one.stream)[0, :steps] for one in samplings]),
         names.DRAWN: np.array([int(one.drawn) for one in samplings]),
     }
 
@@ -502,10 +490,8 @@ def test_a_tree_is_no_wider_than_the_draft_vocabulary(little_verifier: Verifier,
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
     options = FeatureTreeBuild(precision="fp32", steps=2, width=3, draft_vocabulary=2)
     configuration = little_verifier.checkpoint.path
-    exporter = exporter_of(METHOD, {})
-    made = exporter.random(
-        "f", AutoConfig.from_pretrained(str(configuration)), little_verifier.export, tmp_path / "graphs", options
-    )
+    target = Target("f", little_verifier.export, tmp_path / "graphs", options)
+    made = exporter_of({}).random(target, AutoConfig.from_pretrained(str(configuration)))
     assert (made.shape.width, made.shape.nodes) == (2, 5)
 
 
@@ -516,7 +502,7 @@ def test_a_head_of_its_own_takes_no_smaller_vocabulary(little_verifier: Verifier
     save_drafter(tmp_path / "drafter", METHOD.id, config, identity, random_module(config), data.counts, {})
     opened = DrafterCheckpoint.open(tmp_path / "drafter")
     with pytest.raises(UsageError, match=f"a head of its own for {VOCABULARY} tokens; leave out draft_vocabulary"):
-        exporter_of(METHOD, {}).trained("f", opened, little_verifier.export, identity, tmp_path, case.options)
+        exporter_of({}).trained(Target("f", little_verifier.export, tmp_path, case.options), opened, identity)
 
 
 @pytest.mark.parametrize(
@@ -535,16 +521,14 @@ def test_a_drafter_of_another_form_is_refused(
     save_drafter(tmp_path / "drafter", "eagle", config, identity, random_module(config), data.counts, {})
     opened = DrafterCheckpoint.open(tmp_path / "drafter")
     with pytest.raises(CheckpointError, match=message):
-        exporter_of(METHOD, {"fusion": "linear"}).trained(
-            "f", opened, little_verifier.export, identity, tmp_path, case.options
+        exporter_of({"fusion": "linear"}).trained(
+            Target("f", little_verifier.export, tmp_path, case.options), opened, identity
         )
 
 
 def test_a_parent_is_above_its_children_however_sure_the_drafter_is() -> None:
     """Joint log probabilities of -18 and more, whose children have a probability of 1 in float32."""
-    shape = FeatureTreeShape(HIDDEN, VOCABULARY, SIZES["kv_heads"], SIZES["head_dim"], 4, 3, 13, VOCABULARY)
-    sampling = DraftSampling.example(4)
-    tree = _LevelTree(shape, sampling, [], torch.zeros(2, 1, dtype=torch.long))
+    tree = LevelTree(3, torch.zeros(2, dtype=torch.long), rank_log_probs(3))
     generator = torch.Generator().manual_seed(0)
     rows = 1
     for level in range(4):
@@ -555,7 +539,7 @@ def test_a_parent_is_above_its_children_however_sure_the_drafter_is() -> None:
         if level < 3:
             tree.best()
             rows = 3
-    _, parents, log_probs = tree.whole()
+    _, parents, log_probs = tree.whole(torch.zeros(2, 1, dtype=torch.long), 13, [])
     for slot in range(2):
         for node, parent in enumerate(parents[slot].tolist()):
             assert parent < node
@@ -567,4 +551,4 @@ def test_a_drafter_of_another_family_is_refused(little_verifier: Verifier, tmp_p
     identity = Identity.of(little_verifier.checkpoint)
     drafter = DrafterCheckpoint(tmp_path, "mtp", {"hidden_size": HIDDEN}, identity)
     with pytest.raises(CheckpointError, match="is a drafter of mtp, which eagle2 cannot use; leave out method=eagle2"):
-        exporter_of(METHOD, {}).trained("f", drafter, little_verifier.export, identity, tmp_path, FeatureTreeBuild())
+        exporter_of({}).trained(Target("f", little_verifier.export, tmp_path, FeatureTreeBuild()), drafter, identity)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -17,12 +18,14 @@ from redraft import names
 from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.drafters.candidate_tree import IMPOSSIBLE
+from redraft.export.checkpoint.model_config import load_config
+from redraft.export.drafters import find_exporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
-from redraft.export.drafters.lyanna_graphs import _export_resample, export_lyanna, export_random_lyanna, lyanna_shape
+from redraft.export.drafters.level_tree import IMPOSSIBLE
+from redraft.export.drafters.lyanna import lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
-from redraft.export.drafters.lyanna_token_tree import Tree, resample
+from redraft.export.drafters.writing import Target
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape, resample_outputs
 from redraft.methods.lyanna_token_info import lookup
 from tests.engines.calls import sampling_values
@@ -41,6 +44,7 @@ from .tiny import (
     random_drafter,
     write_drafter,
 )
+from .token_tree import Tree, resample
 
 CAPACITY = 48
 GARBAGE = 1e4
@@ -187,7 +191,8 @@ def test_a_random_drafter_runs(little_verifier: Verifier, tmp_path: Path) -> Non
     """The table changes logits, and the bundle has only the pool of random weights."""
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
     options = LyannaBuild(precision="fp32", width=2, nodes=8)
-    lyanna = export_random_lyanna(METHOD.id, CONFIG, little_verifier.export, tmp_path / "graphs", options)
+    target = Target(METHOD.id, little_verifier.export, tmp_path / "graphs", options)
+    lyanna = find_exporter(METHOD.id).random(target, load_config(little_verifier.checkpoint))
     own = {ref.file for ref in lyanna.weights if ref.initializer.startswith("lyanna.")}
     assert own == {"weights/lyanna.random.safetensors"}
     bundle = Bundle(tmp_path / "graphs", manifest_with_verifier(tmp_path / "graphs", little_verifier, lyanna))
@@ -348,18 +353,18 @@ def test_resampling_is_algorithm_2_for_every_first_step(exported: Exported) -> N
 
 @pytest.mark.parametrize("drafted", [VOCABULARY, 20], ids=["whole", "pruned"])
 @pytest.mark.parametrize("form", ["fp16", "int8", "fp8", "lowrank"])
-def test_every_form_of_token_information_is_read_in_the_graph(form: str, drafted: int, tmp_path: Path) -> None:
+def test_every_form_of_token_information_is_read_in_the_graph(form: str, drafted: int) -> None:
     options = LyannaBuild(token_info=form, width=3, nodes=9, draft_vocabulary=drafted)
     shape = lyanna_shape(replace(CONFIG, steps=3), options)
     assert shape.draft_vocabulary == drafted
     embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
     vocabulary = DraftVocabulary.of(TokenData(counts()), drafted)
-    made = make_tables(random_drafter(), iter([embedding]), vocabulary, shape)
+    made = make_tables(random_drafter().token_info, iter([embedding]), vocabulary, shape)
     tables = arrays((*made, *vocabulary.tables()))
-    _export_resample(METHOD.id, shape, tmp_path)
+    graph = find_exporter(METHOD.id).trace_resample(shape)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(tmp_path / f"{LYANNA_RESAMPLE}.onnx"), settings)
+    session = onnxruntime.InferenceSession(ir.to_proto(graph).SerializeToString(), settings)
     outputs = [spec.name for spec in resample_outputs(shape)]
 
     def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
@@ -402,6 +407,7 @@ def test_a_drafter_that_does_not_belong_to_its_verifier_is_refused(
     values[part].update(change)
     file.write_text(json.dumps(values))
     opened, identity = DrafterCheckpoint.open(file.parent), Identity.of(little_verifier.checkpoint)
+    target = Target(METHOD.id, little_verifier.export, tmp_path, LyannaBuild(steps=3))
     with pytest.raises(CheckpointError) as error:
-        export_lyanna(METHOD.id, opened, little_verifier.export, identity, tmp_path, LyannaBuild(steps=3))
+        find_exporter(METHOD.id).trained(target, opened, identity)
     assert message in str(error.value)

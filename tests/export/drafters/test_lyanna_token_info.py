@@ -14,11 +14,10 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.checkpoint import TokenData
-from redraft.export.drafters.draft_graph import write_tables
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
-from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.export.drafters.lyanna_graphs import lyanna_shape
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
+from redraft.export.drafters.writing import write_tables
 from redraft.methods.lyanna import TOKEN_INFO_INDEX, LyannaBuild, LyannaShape, token_info_tables
 from redraft.methods.lyanna_token_info import lookup
 
@@ -47,7 +46,7 @@ def made_of(
     """Tables of the given or a random drafter, with the embedding in two slabs."""
     slabs = np.split(EMBEDDING.numpy() if embedding is None else embedding, [17])
     drafter = drafter or random_drafter()
-    return make_tables(drafter, iter(slabs), vocabulary_of(shape, drafter.config), shape)
+    return make_tables(drafter.token_info, iter(slabs), vocabulary_of(shape, drafter.config), shape)
 
 
 def tables_of(
@@ -146,7 +145,7 @@ def test_memory_follows_neither_the_embedding_nor_the_table(tmp_path: Path, monk
     embedding_bytes, table_bytes = 4 * 20_000 * 32, 2 * 3001 * 3000
     tracemalloc.start()
     slabs = (np.zeros((1000, 32), np.float32) for _ in range(20))
-    write_tables("lyanna", make_tables(drafter, slabs, vocabulary, shape), tmp_path)
+    write_tables("lyanna", make_tables(drafter.token_info, slabs, vocabulary, shape), tmp_path)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < min(embedding_bytes, table_bytes / 4)

@@ -1,4 +1,4 @@
-"""Algorithms 1 and 2 against an enumeration of every path over a tiny vocabulary."""
+"""The reference of Algorithm 1 against an enumeration of every path over a tiny vocabulary, and rows of tables."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
 from redraft.methods.lyanna import tree_size
 from redraft.methods.lyanna_token_info import lookup
+
+from .token_tree import Tree, build_subtree
 
 VOCABULARY, STEPS, WIDTH, ROOT = 5, 3, 2, 4
 Path = tuple[int, ...]
@@ -65,7 +66,7 @@ def check(tree: Tree, joint: dict[Path, float], steps: int, width: int) -> None:
     assert tree.log_probs == pytest.approx([joint[path] for path in paths], abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("width", [1, WIDTH, 4])
 def test_a_subtree_is_the_algorithms_own(seed: int, width: int) -> None:
     logits, info = numbers(seed)
@@ -75,23 +76,7 @@ def test_a_subtree_is_the_algorithms_own(seed: int, width: int) -> None:
     check(tree, joint_log_probs(logits, info, ROOT), STEPS, width)
 
 
-@pytest.mark.parametrize("first_step", [1, 2, 3])
-def test_resampling_is_the_subtree_of_the_steps_that_are_left(first_step: int) -> None:
-    logits, info = numbers(3)
-    tree = resample(logits, first_step, 1, info.__getitem__, WIDTH, threshold=0)
-    check(tree, joint_log_probs(logits[first_step:], info, 1), STEPS - first_step, WIDTH)
-
-
-def test_too_few_steps_are_not_resampled() -> None:
-    """With threshold r, more than r steps must remain."""
-    logits, info = numbers(3)
-    for first_step, threshold in product((1, 2), (0, 1, 2)):
-        tree = resample(logits, first_step, 1, info.__getitem__, WIDTH, threshold)
-        assert (len(tree.tokens) > 1) == (STEPS - first_step > threshold)
-        assert (tree.tokens[0], tree.parents[0], tree.log_probs[0]) == (1, -1, 0.0)
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_top_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
     logits, info = numbers(seed)
     tree = build_subtree(logits, ROOT, info.__getitem__, WIDTH)
@@ -99,29 +84,6 @@ def test_top_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
     ranked = sorted(chosen_paths(joint, STEPS, WIDTH), key=lambda path: -joint[path])
     for nodes in range(1, len(tree.tokens) + 1):
         assert paths_of(tree.top_nodes(nodes)) == ranked[:nodes]
-
-
-def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
-    """Siblings follow ids. Of certain tokens a child is still below its parent: libraries break ties differently."""
-    certain = np.full((STEPS, VOCABULARY), -np.inf, np.float32)
-    certain[:, 2] = 0.0
-    chain = build_subtree(certain, ROOT, lambda token: np.zeros(VOCABULARY, np.float32), 1)
-    assert (chain.tokens[:3], chain.parents[:3]) == ([ROOT, 2, 2], [-1, 0, 1])
-    assert np.all(np.diff(np.float32(chain.log_probs)) < 0)
-    assert chain.log_probs == pytest.approx([0.0] * (STEPS + 1), abs=1e-5)
-    even = build_subtree(np.zeros((1, VOCABULARY), np.float32), ROOT, lambda token: np.zeros(VOCABULARY), 3)
-    assert even.tokens == [ROOT, 0, 1, 2]
-    assert even.top_nodes(3).tokens == [ROOT, 0, 1]
-
-
-def test_a_scale_and_a_vocabulary_apply_to_every_level() -> None:
-    """The scale multiplies logits and token information. Information of a node is that of its token, not its column."""
-    logits, info = numbers(2)
-    vocabulary = np.array([1, 2, 4])
-    tree = build_subtree(logits[:, vocabulary], ROOT, lambda token: info[token, vocabulary], WIDTH, 0.5, vocabulary)
-    masked = np.full_like(logits, -np.inf)
-    masked[:, vocabulary] = logits[:, vocabulary] * 0.5
-    check(tree, joint_log_probs(masked, info * 0.5, ROOT), STEPS, WIDTH)
 
 
 def test_tables_are_read_in_their_form() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from redraft import names
 from redraft.engines.calls import Calls
@@ -21,41 +19,32 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint.model_config import load_config
-from redraft.export.drafters import graph_file
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
+from redraft.export.drafters import find_exporter, graph_file
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
-from redraft.export.drafters.medusa_graphs import EXPORTER
-from redraft.methods.medusa import METHOD, draft_inputs, draft_outputs
-from redraft.methods.static_tree import StaticTreeBuild, StaticTreeShape, best_tree
+from redraft.export.drafters.writing import Target
+from redraft.methods.medusa import draft_inputs, draft_outputs
+from redraft.methods.static_tree import StaticTreeBuild
 from tests.engines.sessions import session_of
-from tests.noise import keys_of, noise_rows
+from tests.noise import keys_of
 
-from .static_trees import DRAWS, GREEDY, NOISY, Sampling, expected_tree
-from .tiny import HIDDEN, VOCABULARY, Verifier, token_data
+from .static_trees import (
+    ACCURACIES,
+    CASES,
+    DRAWS,
+    GREEDY,
+    NOISY,
+    POSITION,
+    Exported,
+    Sampling,
+    check_tree,
+    export_heads,
+)
+from .tiny import HIDDEN, VOCABULARY, Verifier
 
-ACCURACIES = ((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.4, 0.1, 0.1))
 CONFIG = MedusaConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, logit_scale=0.6, draft_logit_scale=1.3, heads=3,
     rank_accuracies=ACCURACIES,
 )  # fmt: skip
-POSITION = 21
-"""Of the first drafted token."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """How a drafter is trained and built. drafted: its tokens."""
-
-    options: StaticTreeBuild
-    drafted: int = VOCABULARY
-    trained: int = 0
-
-
-CASES = {
-    "whole": Case(StaticTreeBuild(nodes=12)),
-    "trained": Case(StaticTreeBuild(nodes=6, steps=2, width=2), 9, 9),
-    "pruned chain": Case(StaticTreeBuild(width=1, draft_vocabulary=8), 8),
-}
 
 
 def random_heads() -> MedusaHeads:
@@ -67,36 +56,12 @@ def random_heads() -> MedusaHeads:
     return module.bfloat16().float()
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A drafter's exported graph in its folder, the verifier's head for its tokens, and these tokens."""
-
-    folder: Path
-    shape: StaticTreeShape
-    head: torch.Tensor
-    vocabulary: np.ndarray
-
-
 @pytest.fixture(scope="module", params=CASES)
 def exported(
     little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Exported:
-    case, folder = CASES[request.param], tmp_path_factory.mktemp("heads")
-    config, identity = replace(CONFIG, draft_vocab_size=case.trained), Identity.of(little_verifier.checkpoint)
-    data = token_data(config)
-    save_drafter(
-        folder / "drafter", METHOD.id, config, identity, random_heads(), data.counts, {}, data.draft_vocabulary
-    )
-    shutil.copytree(little_verifier.folder, folder / "graphs")
-    opened, options = DrafterCheckpoint.open(folder / "drafter"), replace(case.options, precision="fp32")
-    made = EXPORTER.trained("m", opened, little_verifier.export, identity, folder / "graphs", options)
-    assert made.shape.draft_vocabulary == case.drafted
-    vocabulary = np.arange(VOCABULARY)
-    if case.drafted < VOCABULARY:
-        (ref,) = made.tables
-        vocabulary = np.fromfile(folder / "graphs" / ref.file, np.int64, ref.shape[0], offset=ref.offset)
-    head = load_file(little_verifier.checkpoint.path / "model.safetensors")["lm_head.weight"]
-    return Exported(folder / "graphs", made.shape, head[torch.from_numpy(vocabulary)], vocabulary)
+    folder = tmp_path_factory.mktemp("heads")
+    return export_heads("medusa", random_heads(), CONFIG, CASES[request.param], little_verifier, folder)
 
 
 def head_logits(drafter: Exported, hidden: torch.Tensor) -> torch.Tensor:
@@ -137,19 +102,7 @@ def test_a_draft_is_the_static_tree_of_the_heads(exported: Exported, form: str, 
     call.run()
     for slot, one in enumerate(samplings):
         logits = head_logits(exported, features[slot, rows[slot] - 1])
-        np.testing.assert_allclose(call.outputs[names.CHAIN_LOGITS][slot], logits, atol=1e-4)
-        noise = noise_rows(one.seed, POSITION, shape.steps, exported.vocabulary, one.stream)
-        z = (logits + np.float32(one.temperature) * torch.from_numpy(noise)) * one.scale
-        tokens, parents, log_probs = expected_tree(shape.tree, exported.vocabulary, roots[slot], z, one.drawn)
-        assert call.outputs[names.TREE_TOKENS][slot].tolist() == tokens
-        assert call.outputs[names.TREE_PARENTS][slot].tolist() == parents
-        found = call.outputs[names.TREE_LOG_PROBS][slot].tolist()
-        if one.drawn:  # what was drawn decides about no node
-            products = best_tree([shares[: shape.width] for shares in ACCURACIES[: shape.steps]], len(shape.tree))
-            assert all(first > second for first, second in pairwise(found))
-            np.testing.assert_allclose(np.exp(found[1:]), list(products.values()), rtol=1e-4)
-        else:
-            np.testing.assert_allclose(found, log_probs, atol=1e-4)
+        check_tree(exported, call.outputs, slot, roots[slot], logits, one)
 
 
 def test_heads_begin_as_the_verifiers_own() -> None:
@@ -162,7 +115,9 @@ def test_random_heads_have_as_many_candidates_as_the_options_need(little_verifie
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
     configuration = load_config(little_verifier.checkpoint)
     options = StaticTreeBuild(nodes=14, steps=1, width=14, precision="fp32")
-    made = EXPORTER.random("m", configuration, little_verifier.export, tmp_path / "graphs", options)
+    made = find_exporter("medusa").random(
+        Target("m", little_verifier.export, tmp_path / "graphs", options), configuration
+    )
     assert made.shape.tree == tuple((rank,) for rank in range(14))
 
 

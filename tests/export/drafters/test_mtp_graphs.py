@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 
 from redraft import names
-from redraft.export.drafters import ExportedDrafter
+from redraft.export.drafters import ExportedDrafter, find_exporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.drafters.mtp import MtpDrafter
-from redraft.export.drafters.mtp_graphs import export_mtp
+from redraft.export.drafters.writing import Target
 from redraft.methods.mtp import METHOD, MtpBuild
 
 from .draft_calls import check_drafts
@@ -54,7 +54,8 @@ def exported(
     shutil.copytree(little_verifier.folder, folder / "graphs")
     opened = DrafterCheckpoint.open(folder / "drafter")
     options = MtpBuild(precision="fp32", steps=STEPS, draft_vocabulary=8 if request.param == "pruned" else None)
-    drafter = export_mtp("m", opened, little_verifier.export, identity, folder / "graphs", options)
+    target = Target("m", little_verifier.export, folder / "graphs", options)
+    drafter = find_exporter(METHOD.id).trained(target, opened, identity)
     assert drafter.shape.draft_vocabulary == {"whole": VOCABULARY, "pruned": 8, "trained": 9}[request.param]
     return folder / "graphs", drafter
 

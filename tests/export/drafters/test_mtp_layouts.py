@@ -15,9 +15,9 @@ from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.loading import load_tensors
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.drafters.mtp_layouts import find_module, require_module
-from redraft.export.drafters.mtp_native import load_module
-from redraft.export.drafters.mtp_native_graphs import export_native
+from redraft.export.drafters import find_exporter
+from redraft.export.drafters.mtp_modules import find_module, load_module, require_module
+from redraft.export.drafters.writing import Target
 from redraft.methods.mtp import MtpBuild
 from tests.export.models import write_checkpoint
 
@@ -215,16 +215,18 @@ def test_a_model_that_changes_embeddings_is_refused_by_name(tmp_path: Path) -> N
             tensors[f"{prefix}{part}.weight"] = draw(shape)
 
     checkpoint = edited(tmp_path / "granite", tmp_path / "it", with_module)
+    target = Target("m", untraced(checkpoint, ("last",)), tmp_path, MtpBuild(precision="fp32"))
     with pytest.raises(UnsupportedModelError, match="GraniteForCausalLM changes embeddings before its first layer"):
-        export_native("m", checkpoint, untraced(checkpoint, ("last",)), tmp_path, MtpBuild(precision="fp32"))
+        find_exporter("mtp").native(target, checkpoint)
 
 
 def test_a_module_has_no_counts_of_tokens(written: dict[str, Path], tmp_path: Path) -> None:
     from .test_mtp_native import untraced
 
     checkpoint = Checkpoint.open(written["mimo"])
+    target = Target("m", untraced(checkpoint, (LAST,)), tmp_path, MtpBuild(draft_vocabulary=9))
     with pytest.raises(UsageError, match="drafter m: draft_vocabulary needs counts of tokens"):
-        export_native("m", checkpoint, untraced(checkpoint, (LAST,)), tmp_path, MtpBuild(draft_vocabulary=9))
+        find_exporter("mtp").native(target, checkpoint)
 
 
 def test_the_embedded_models_module_is_in_redrafts_layout(root: Path) -> None:

@@ -29,8 +29,8 @@ from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.loading import load_tensors
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.checkpoint.sources import Source
-from redraft.export.drafters import ExportedDrafter
-from redraft.export.drafters.mtp_native_graphs import export_native
+from redraft.export.drafters import ExportedDrafter, find_exporter
+from redraft.export.drafters.writing import Target
 from redraft.export.verifier import VerifierExport
 from redraft.methods.mtp import METHOD, MtpBuild
 
@@ -77,7 +77,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     reads = ("last",) if FORMS[name].normed else (str(LAYERS - 1),)
     (folder / "graphs").mkdir()
     options = MtpBuild(precision="fp32", steps=STEPS)
-    drafter = export_native("m", checkpoint, untraced(checkpoint, reads), folder / "graphs", options)
+    target = Target("m", untraced(checkpoint, reads), folder / "graphs", options)
+    drafter = find_exporter(METHOD.id).native(target, checkpoint)
     assert drafter.shape.hidden_states == reads
     return Exported(name, checkpoint, folder / "graphs", drafter)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,83 +16,48 @@ from redraft.engines.lowering import lower_any, lower_chain
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError
-from redraft.export.drafters import graph_file
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
+from redraft.export.drafters import find_exporter, graph_file
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter, trunk_state
-from redraft.export.drafters.multi_head_graphs import EXPORTER
-from redraft.methods.multi_head import METHOD, MultiHeadShape, draft_inputs, draft_outputs
+from redraft.export.drafters.writing import Target
+from redraft.methods.chains import draft_inputs, draft_outputs
 from redraft.methods.static_tree import StaticTreeBuild
-from redraft.train.objectives.chain_attention import ChainAttention
+from redraft.train.objectives.distillation import ChainAttention
 from tests.engines.sessions import session_of
-from tests.noise import keys_of, noise_rows
+from tests.noise import keys_of
 
-from .static_trees import DRAWS, GREEDY, NOISY, expected_tree
-from .tiny import HIDDEN, VOCABULARY, Verifier, token_data
+from .static_trees import (
+    ACCURACIES,
+    CASES,
+    DRAWS,
+    GREEDY,
+    NOISY,
+    POSITION,
+    Exported,
+    check_tree,
+    export_heads,
+    write_heads,
+)
+from .tiny import HIDDEN, VOCABULARY, Verifier
 from .trunk_heads import head_logits, random_heads
 
-ACCURACIES = ((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.4, 0.1, 0.1))
 CONFIG = MultiHeadConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=8, logit_scale=0.6,
     draft_logit_scale=1.3, draft_heads=3, hidden_states=("0",), rank_accuracies=ACCURACIES,
 )  # fmt: skip
 CAPACITY, GARBAGE = 40, 1e3
-POSITION = 21
-"""Of the noise of the first drafted token."""
 SPLITS = ((5, 1, 2, 3, 4), (2, 4, 3, 2, 1), (1, 3, 1, 4, 2))
 """Rows of each sequence in each call: a prompt's, then 1 and all accepted ones, so a rejection at every depth."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """How a drafter is trained and built. drafted: its tokens."""
-
-    options: StaticTreeBuild
-    drafted: int = VOCABULARY
-    trained: int = 0
-
-
-CASES = {
-    "whole": Case(StaticTreeBuild(nodes=12)),
-    "trained": Case(StaticTreeBuild(nodes=6, steps=2, width=2), 9, 9),
-    "pruned chain": Case(StaticTreeBuild(width=1, draft_vocabulary=8), 8),
-}
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A drafter's exported graph in its folder, the verifier's head for its tokens, and these tokens."""
-
-    folder: Path
-    shape: MultiHeadShape
-    head: torch.Tensor
-    vocabulary: np.ndarray
-
-
-def write_heads(folder: Path, verifier: Verifier, config: MultiHeadConfig = CONFIG) -> DrafterCheckpoint:
-    """A drafter's folder."""
-    data = token_data(config)
-    identity = Identity.of(verifier.checkpoint)
-    save_drafter(folder, METHOD.id, config, identity, random_heads(config), data.counts, {}, data.draft_vocabulary)
-    return DrafterCheckpoint.open(folder)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def exported(
     little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Exported:
-    case, folder = CASES[request.param], tmp_path_factory.mktemp("heads")
-    opened = write_heads(folder / "drafter", little_verifier, replace(CONFIG, draft_vocab_size=case.trained))
-    shutil.copytree(little_verifier.folder, folder / "graphs")
-    identity, options = Identity.of(little_verifier.checkpoint), replace(case.options, precision="fp32")
-    made = EXPORTER.trained("m", opened, little_verifier.export, identity, folder / "graphs", options)
-    assert made.shape.draft_vocabulary == case.drafted
+    folder = tmp_path_factory.mktemp("heads")
+    made = export_heads("multi_head", random_heads(CONFIG), CONFIG, CASES[request.param], little_verifier, folder)
     assert made.shape.kv_heads == made.shape.steps * CONFIG.kv_heads  # no more layers than the tree has levels
-    vocabulary = np.arange(VOCABULARY)
-    if case.drafted < VOCABULARY:
-        (ref,) = made.tables
-        vocabulary = np.fromfile(folder / "graphs" / ref.file, np.int64, ref.shape[0], offset=ref.offset)
-    head = load_file(little_verifier.checkpoint.path / "model.safetensors")["lm_head.weight"]
-    return Exported(folder / "graphs", made.shape, head[torch.from_numpy(vocabulary)], vocabulary)
+    return made
 
 
 def calls_of(drafter: Exported, form: str, batch: int) -> Calls:
@@ -154,13 +118,7 @@ def test_drafts_are_the_papers_heads_after_any_acceptance(exported, form, sampli
         past = [start + count for start, count in zip(past, rows, strict=True)]
         for slot, (end, one) in enumerate(zip(past, samplings, strict=True)):
             heads = [head_logits(module, head, trunk[slot, :end], exported.head) for head in range(shape.steps)]
-            logits = torch.stack(heads)
-            np.testing.assert_allclose(call.outputs[names.CHAIN_LOGITS][slot], logits, atol=1e-4)
-            noise = noise_rows(one.seed, POSITION, shape.steps, exported.vocabulary, one.stream)
-            z = (logits + np.float32(one.temperature) * torch.from_numpy(noise)) * one.scale
-            root = int(tokens[slot, end])
-            found = [call.outputs[name][slot].tolist() for name in (names.TREE_TOKENS, names.TREE_PARENTS)]
-            assert found == list(expected_tree(shape.tree, exported.vocabulary, root, z, one.drawn)[:2])
+            check_tree(exported, call.outputs, slot, int(tokens[slot, end]), torch.stack(heads), one)
 
 
 def test_training_and_graphs_compute_the_same() -> None:
@@ -180,21 +138,22 @@ def refused(opened: DrafterCheckpoint, verifier: Verifier, folder: Path, **optio
     """The one line of an export that must fail."""
     identity, built = Identity.of(verifier.checkpoint), StaticTreeBuild(precision="fp32", **options)
     with pytest.raises(CheckpointError) as error:
-        EXPORTER.trained("m", opened, verifier.export, identity, folder, built)
+        find_exporter("multi_head").trained(Target("m", verifier.export, folder, built), opened, identity)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_drafters_that_do_not_fit_are_refused_in_one_line(little_verifier: Verifier, tmp_path: Path) -> None:
     """Incomplete heads, another verifier, a tree that the heads do not cover, and a state that no graph outputs."""
-    opened = write_heads(tmp_path / "drafter", little_verifier)
+    opened = write_heads(tmp_path / "drafter", "multi_head", random_heads(CONFIG), CONFIG, little_verifier)
     line = refused(opened, little_verifier, tmp_path, steps=4)
     assert "the drafter has 3 heads, which draft no tree of 4 levels" in line
     other = replace(opened, verifier=replace(opened.verifier, weights=("0" * 64,)))
     assert "was trained for another verifier: expected weights 000000000000" in refused(
         other, little_verifier, tmp_path
     )
-    absent = write_heads(tmp_path / "absent", little_verifier, replace(CONFIG, hidden_states=("1",)))
+    other_state = replace(CONFIG, hidden_states=("1",))
+    absent = write_heads(tmp_path / "absent", "multi_head", random_heads(CONFIG), other_state, little_verifier)
     assert "the verifier's graph does not output hidden state '1'" in refused(absent, little_verifier, tmp_path)
     file = tmp_path / "drafter" / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("layers.2.q_proj")}

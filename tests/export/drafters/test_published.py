@@ -5,7 +5,6 @@ The writers below make small random checkpoints with the files, keys and tensor 
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.drafters import eagle_graphs
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
-from redraft.export.drafters.published import FIRST_METHODS, check_layout, convert, named_method, recognise
+from redraft.export.drafters.published import FIRST, FIRST_METHODS, check_layout, convert, named_method, recognise
+from redraft.methods import ROWS as METHOD_ROWS
 from tests.export.models import write_checkpoint
 
 N, V, H, LAYERS, HEADS, KV_HEADS, WIDTH = 48, 97, 23, 8, 4, 2, 40
@@ -296,49 +295,35 @@ def drawn_rows(states: int) -> tuple[torch.Tensor, list[int]]:
     return torch.randn(ROWS, states * N), torch.randint(V, (ROWS,)).tolist()
 
 
-@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_eagle_one_of_safeailab_computes_the_papers_steps(verifier, tmp_path, bias, pickled):
-    values, tensors = eagle_one(bias, rope_theta=500.0)
-    stored = dict(tensors)
-    stored["embed_tokens.weight"] = weight(verifier, "model.embed_tokens.weight")
+@pytest.mark.parametrize(
+    ("make", "options", "head", "pickled"),
+    [
+        (eagle_one, {}, False, False),
+        (lambda: eagle_one(False, rope_theta=500.0), {}, False, True),
+        (eagle_one, {}, True, False),
+        (speculators_one, {"prefix": "transformer.", "fc": "fusion_fc"}, False, False),
+    ],
+    ids=["safetensors", "bin without bias", "own head", "speculators"],
+)
+def test_eagle_one_computes_the_papers_steps(verifier, tmp_path, make, options, head, pickled):
+    values, tensors = make()
+    own_head = {"lm_head.weight": draw(V, N)} if head else {}
+    stored = {**tensors, **own_head, "embed_tokens.weight": weight(verifier, "model.embed_tokens.weight")}
     if pickled:
         stored["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
     module, data, checkpoint = converted(write(tmp_path / "it", values, stored, pickled), verifier)
-    assert checkpoint.method == "eagle"
-    assert checkpoint.verifier == IDENTITY
-    assert all(getattr(module.config, name) == value for name, value in eagle_graphs.FORM.items())
-    assert module.config.hidden_states == ("last",)
+    assert (checkpoint.method, checkpoint.verifier) == ("eagle", IDENTITY)
+    assert all(getattr(module.config, name) == value for name, value in METHOD_ROWS[FIRST].form.items())
+    assert (module.config.hidden_states, module.config.own_head) == (("last",), head)
     assert torch.equal(data.counts, torch.ones(V, dtype=torch.long))
     features, tokens = drawn_rows(1)
-    head, embedding = weight(verifier, "lm_head.weight"), stored["embed_tokens.weight"]
+    matrix, embedding = (
+        own_head.get("lm_head.weight", weight(verifier, "lm_head.weight")),
+        stored["embed_tokens.weight"],
+    )
+    layer_config = values.get("transformer_layer_config", values)
     with torch.no_grad():
-        reference = reference_one(tensors, values, features, tokens, embedding, head)
-        assert_close(drafted(module, features, tokens, verifier, list(range(V))), reference)
-
-
-def test_eagle_one_may_have_its_own_head(verifier, tmp_path):
-    values, tensors = eagle_one()
-    head = draw(V, N)
-    module, _, _ = converted(write(tmp_path / "it", values, {**tensors, "lm_head.weight": head}), verifier)
-    assert module.config.own_head
-    features, tokens = drawn_rows(1)
-    embedding = weight(verifier, "model.embed_tokens.weight")
-    with torch.no_grad():
-        reference = reference_one(tensors, values, features, tokens, embedding, head)
-        assert_close(drafted(module, features, tokens, verifier, list(range(V))), reference)
-
-
-def test_eagle_one_of_speculators_computes_the_same_steps(verifier, tmp_path):
-    values, tensors = speculators_one()
-    module, _, checkpoint = converted(write(tmp_path / "it", values, tensors), verifier)
-    assert checkpoint.method == "eagle"
-    features, tokens = drawn_rows(1)
-    embedding, head = (weight(verifier, name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    with torch.no_grad():
-        reference = reference_one(
-            tensors, values["transformer_layer_config"], features, tokens, embedding, head, "transformer.", "fusion_fc"
-        )
+        reference = reference_one(tensors, layer_config, features, tokens, embedding, matrix, **options)
         assert_close(drafted(module, features, tokens, verifier, list(range(V))), reference)
 
 
@@ -523,7 +508,7 @@ def test_an_id_does_not_name_the_method_of_other_drafters(verifier, tmp_path):
 
 def test_the_methods_of_eagle_ones_form_have_one_form():
     for name in FIRST_METHODS:
-        assert importlib.import_module(f"redraft.export.drafters.{name}_graphs").FORM == eagle_graphs.FORM
+        assert METHOD_ROWS[name].form == METHOD_ROWS[FIRST].form
 
 
 def renamed(tensors: Tensors) -> Tensors:

@@ -20,19 +20,25 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint.model_config import load_config
-from redraft.export.drafters import ExportedDrafter, graph_file
+from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
-from redraft.export.drafters.draft_model_graphs import EXPORTER as UNSTEERED
 from redraft.export.drafters.published import read_states
-from redraft.export.drafters.steered_graphs import EXPORTER
-from redraft.methods.decoder import draft_inputs, draft_outputs, steer_inputs, steer_outputs
-from redraft.methods.draft_model import DraftModelBuild
-from redraft.methods.steered import METHOD, SteeredBuild
+from redraft.export.drafters.writing import Target
+from redraft.methods import find_method
+from redraft.methods.decoder import (
+    SteeringBuild,
+    TreeBuild,
+    draft_inputs,
+    draft_outputs,
+    steer_inputs,
+    steer_outputs,
+)
 from tests.engines.sessions import session_of
 
 from .tiny import HIDDEN, VOCABULARY, Verifier, counts
 
+METHOD, EXPORTER, UNSTEERED = find_method("steered"), find_exporter("steered"), find_exporter("draft_model")
 STATES = ("last", "0")
 """The hidden states of the tiny verifier's graph."""
 KV_ROWS, ROWS = 48, 7
@@ -66,8 +72,8 @@ def exported(
     student = save(folder / "student", little_verifier)
     out = Path(shutil.copytree(little_verifier.folder, folder / "graphs"))
     opened, identity = DrafterCheckpoint.open(folder / "student"), Identity.of(little_verifier.checkpoint)
-    options = SteeredBuild(precision="fp32")
-    return out, student, EXPORTER.trained("d", opened, little_verifier.export, identity, out, options)
+    options = SteeringBuild(precision="fp32")
+    return out, student, EXPORTER.trained(Target("d", little_verifier.export, out, options), opened, identity)
 
 
 def calls_of(folder: Path, record: GraphRecord) -> Calls:
@@ -131,8 +137,8 @@ def test_a_drafter_with_random_weights_has_the_methods_hidden_states(little_veri
     """By default its products have 8 bits, those of steering too."""
     out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
     verifier = replace(little_verifier.export, hidden_states=METHOD.hidden_states)
-    options = SteeredBuild(draft_vocabulary=20, steps=3)
-    built = EXPORTER.random("d", load_config(little_verifier.checkpoint), verifier, out, options)
+    options = SteeringBuild(draft_vocabulary=20, steps=3)
+    built = EXPORTER.random(Target("d", verifier, out, options), load_config(little_verifier.checkpoint))
     assert (built.precision, built.shape.hidden_states, built.shape.layers) == ("int8", METHOD.hidden_states, 2)
     assert (built.shape.draft_vocabulary, built.shape.nodes, built.shape.steering) == (20, 4, 2 * 48)
     assert {f"d.steering.{name}.weight.codes" for name in ("vector", "bias")} <= {
@@ -147,9 +153,9 @@ def test_steering_belongs_to_its_verifier_and_its_student(little_verifier: Verif
     save(tmp_path / "other", little_verifier, seed=6)
 
     def line(folder: Path, found: Identity = identity, method: str = "steered") -> str:
-        exporter, options = (EXPORTER, SteeredBuild()) if method == "steered" else (UNSTEERED, DraftModelBuild())
+        exporter, options = (EXPORTER, SteeringBuild()) if method == "steered" else (UNSTEERED, TreeBuild())
         with pytest.raises(CheckpointError) as caught:
-            exporter.trained("d", DrafterCheckpoint.open(folder), verifier, found, tmp_path, options)
+            exporter.trained(Target("d", verifier, tmp_path, options), DrafterCheckpoint.open(folder), found)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -182,4 +188,4 @@ def test_hidden_states_that_are_no_list_of_names(named: object, little_verifier:
 
 def test_a_chain_is_at_most_as_long_as_any_decoders() -> None:
     with pytest.raises(UsageError, match="steps must be a number from 1 to 24, not 25"):
-        SteeredBuild(steps=25)
+        SteeringBuild(steps=25)

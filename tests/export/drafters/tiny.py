@@ -19,12 +19,11 @@ from redraft.engines.lowering import lower_any, lower_chain
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.checkpoint.weight_files import NewTensor
-from redraft.export.drafters import ExportedDrafter, graph_file
+from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, save_drafter
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.export.drafters.lyanna_graphs import export_lyanna
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree
+from redraft.export.drafters.writing import Target
 from redraft.export.verifier import VerifierExport, export_verifier
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.methods.lyanna_token_info import lookup
@@ -33,6 +32,8 @@ from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT_SINGLE, lyanna_record
 from tests.engines.graphs import Decoder
 from tests.export.models import write_checkpoint
+
+from .token_tree import Tree, build_subtree
 
 HIDDEN, VOCABULARY, CONTEXT = 32, 61, 96
 CONFIG = LyannaConfig(
@@ -160,9 +161,8 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     shutil.copytree(verifier.folder, folder / "graphs")
     opened = DrafterCheckpoint.open(drafter)
     build = LyannaBuild(**{"precision": "fp32", "width": 2, "nodes": 8, **options})
-    lyanna = export_lyanna(
-        METHOD.id, opened, verifier.export, Identity.of(verifier.checkpoint), folder / "graphs", build
-    )
+    target = Target(METHOD.id, verifier.export, folder / "graphs", build)
+    lyanna = find_exporter(METHOD.id).trained(target, opened, Identity.of(verifier.checkpoint))
     module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
     opened.load(module)
     manifest = manifest_with_verifier(folder / "graphs", verifier, lyanna)

@@ -23,7 +23,7 @@ def head_logits(module: MultiHeadDrafter, head: int, trunk: torch.Tensor, matrix
     config = module.config
     weights = {
         name.removeprefix(f"layers.{head}.").removesuffix(".weight"): tensor
-        for name, tensor in module.state_dict().items()
+        for name, tensor in module.state_dict(keep_vars=True).items()
         if name.startswith((f"layers.{head}.", "norm."))
     }
     place, group, size = len(trunk) - 1, config.heads // config.kv_heads, config.head_dim

@@ -1,4 +1,4 @@
-"""GGUF files give the written model's tensors, configuration and tokenizer, or are refused."""
+"""GGUF files give the written model's tensors, configuration, tokenizer and results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ import torch
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
+from redraft import names
 from redraft.assembly import tokenizers
+from redraft.config import BuildConfig
 from redraft.export.gguf.checkpoint import GgufCheckpoint
 from redraft.export.gguf.tokenizer import unknown_split
+from redraft.export.reference import reference_logits
+from redraft.export.verifier import export_verifier
 from tests.export.gguf_files import ARCHITECTURES, TEMPLATE, by_transformers, random_blocks, random_file
+from tests.export.models import Graph
+from tests.export.test_verifier import TOLERANCE
 
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 TEXTS = ["the cat 12 an a", "  two  spaces\n\n12 345", "the<s>the", "é ünï 漢字 \x07"]
@@ -134,3 +140,40 @@ def test_digits_are_words_of_their_own_if_the_file_says_so(name, tmp_path):
     assert (special.bos, special.eos) == (1, (2, 3))
     assert (bundle / "chat_template.jinja").read_text() == TEMPLATE
     assert unknown_split(checkpoint.header) == ()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen2moe", "stablelm"])
+def test_layers_one_by_one_are_the_whole_model(name: str, tmp_path: Path) -> None:
+    file = random_file(name)
+    checkpoint = GgufCheckpoint.open(file.write(tmp_path / "m.gguf"))
+    tokens = [5, 9, 3, 11, 4, 7, 8, 6, 10, 3, 5, 12]
+    (found,) = reference_logits(checkpoint, [tokens])
+    with torch.no_grad():
+        expected = file.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma2", "phi3", "qwen3moe")]
+KEYS = {
+    "gemma2": dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "qwen3moe": dict(expert_feed_forward_length=768),
+}
+"""transformers reads none of these keys, and has these values for every file."""
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", *SLOW])
+def test_logits_are_those_of_transformers(name, tmp_path):
+    file = random_file(name, "Q8_0", **dict(moe_intermediate_size=768) if name == "qwen3moe" else {})
+    file.keys |= KEYS.get(name, {})
+    path = file.write(tmp_path / "m.gguf")
+    model = by_transformers(path)
+    if name == "phi3":
+        model.config.sliding_window = 16  # the file has this value; transformers does not read it
+    export = export_verifier(GgufCheckpoint.open(path), tmp_path, BuildConfig())
+    prompt = np.random.default_rng(0).integers(3, model.config.vocab_size, 20)
+    graph = Graph(tmp_path, export, 1)
+    graph.prefill([prompt[:-1].tolist()])
+    found = graph.call(prompt[None, -1:], np.array([[-1]]), np.array([[0]]))[names.LOGITS]
+    with torch.no_grad():
+        expected = model(torch.tensor(prompt)[None]).logits[0, -1].numpy()
+    np.testing.assert_allclose(found.ravel(), expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())

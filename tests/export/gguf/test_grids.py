@@ -16,11 +16,11 @@ from redraft.config import BuildConfig
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint.sources import Source
 from redraft.export.gguf.checkpoint import GgufCheckpoint
-from redraft.export.gguf.grids import MINIMA, ZEROS, decode
+from redraft.export.gguf.grids import MINIMA, SYMMETRIC_TYPES, decode
 from redraft.export.quantization.rounding import values_of
 from redraft.export.verifier import export_verifier
 from tests.export.gguf_files import File, random_blocks, random_file
-from tests.export.test_verifier import Graph
+from tests.export.models import Graph
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -155,14 +155,14 @@ def test_blocks_of_sixteen_and_negative_scales_run(tmp_path):
     assert 0 < difference < 0.05 * np.abs(logits["fp32"]).max()  # activations are rounded to 8 bits
 
 
-@pytest.mark.parametrize("kind", [*ZEROS, *MINIMA])
+@pytest.mark.parametrize("kind", [*SYMMETRIC_TYPES, *MINIMA])
 def test_codes_times_scales_are_the_librarys_numbers(kind):
     packed = random_blocks(kind, (5, 512))
     codes, grid = decode(packed, kind)
     values = values_of(codes.reshape(5, grid.scales.shape[1], -1), grid)
     number = gguf.GGMLQuantizationType[kind]
     exact = gguf.dequantize(packed, number)
-    if kind in ZEROS:
+    if kind in SYMMETRIC_TYPES:
         np.testing.assert_array_equal(values, exact)
     else:
         np.testing.assert_allclose(values, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())

@@ -17,7 +17,6 @@ from redraft.names import TensorSpec
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.noise import draft_noise
-from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.tree import ancestor_mask
 from redraft.signatures import VerifierShape
 from redraft.types import DraftTree
@@ -98,58 +97,38 @@ def accepting(trees: list[tuple[NDArray, NDArray]], logits: NDArray, counts: NDA
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("temperatures", [(), (0.7, 0.0, 1.5)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("nodes", [1, 4, 13])
-def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
-    """A small vocabulary makes paths of all lengths occur."""
-    rng = np.random.default_rng(nodes)
-    lengths = set()
-    for _ in range(60):
-        trees = [random_tree(rng, nodes, 4 if nodes < 13 else 9) for _ in range(2)]
-        logits = rng.standard_normal((2, nodes, 9)).astype(np.float32)
-        logits[:, :, 4 if nodes < 13 else 9 :] -= 9
-        counts = np.array([nodes, rng.integers(1, nodes + 1)])
-        found = run(folder, names.STEP_ACCEPT, accepting(trees, logits, counts))
-        for b, (tokens, parents) in enumerate(trees):
-            kv_len = counts[b]
-            tree = DraftTree(tokens[:kv_len], parents[:kv_len], np.zeros(kv_len, np.float32))
-            outcome = Greedy().verify(logits[b, :kv_len], tree, [0])
-            kept = 1 + len(outcome.path)
-            lengths.add(kept)
-            expected = [0, *outcome.path, *range(kept, nodes)]
-            assert found[names.PATH][b].tolist() == expected
-            accept_output = found[names.ACCEPT_OUTPUT][b].tolist()
-            assert accept_output == [kept, *expected, *logits[b].argmax(1).tolist()]
-    assert len(lengths) >= min(nodes, 3)
-
-
-@pytest.mark.parametrize("nodes", [1, 4, 13])
-def test_sampled_acceptance_is_the_coupled_samplers(folder: Path, nodes: int) -> None:
-    """Three sequences with their own temperatures and seeds; one of them is greedy."""
-    rng = np.random.default_rng(nodes)
+def test_acceptance_is_the_samplers(folder: Path, nodes: int, temperatures: tuple[float, ...]) -> None:
+    """Sequences have their own temperatures and seeds. A small vocabulary makes paths of all lengths occur."""
+    rng, vocabulary = np.random.default_rng(nodes), 4 if nodes < 13 else 9
     lengths, differ = set(), 0
     for _ in range(60):
-        trees = [random_tree(rng, nodes, 4 if nodes < 13 else 9) for _ in range(3)]
+        trees = [random_tree(rng, nodes, vocabulary) for _ in range(3)]
         logits = rng.standard_normal((3, nodes, 9)).astype(np.float32)
-        logits[:, :, 4 if nodes < 13 else 9 :] -= 9
-        requests = [SamplingParams(temperature=t, seed=int(rng.integers(1 << 40))) for t in (0.7, 0.0, 1.5)]
-        texts = [[0] * int(rng.integers(2, 70)) for _ in requests]
-        keys = [draft_noise(one).keys(len(text), nodes) for one, text in zip(requests, texts, strict=True)]
+        logits[:, :, vocabulary:] -= 9
         counts = np.array([nodes, nodes, rng.integers(1, nodes + 1)])
-        found = run(folder, names.STEP_ACCEPT_SAMPLED, {
-            **accepting(trees, logits, counts), names.NOISE_KEYS: np.array(keys, np.int64),
-            names.TEMPERATURE: np.array([one.temperature for one in requests], np.float32),
-        })  # fmt: skip
+        requests = [SamplingParams(temperature=t, seed=int(rng.integers(1 << 40))) for t in temperatures or (0.0,) * 3]
+        texts = [[0] * int(rng.integers(2, 70)) for _ in requests]
+        inputs = accepting(trees, logits, counts)
+        if temperatures:
+            keys = [draft_noise(one).keys(len(text), nodes) for one, text in zip(requests, texts, strict=True)]
+            inputs |= {names.NOISE_KEYS: np.array(keys), names.TEMPERATURE: np.array(temperatures, np.float32)}
+        found = run(folder, names.STEP_ACCEPT_SAMPLED if temperatures else names.STEP_ACCEPT, inputs)
         for b, (tokens, parents) in enumerate(trees):
             tree = DraftTree(tokens[: counts[b]], parents[: counts[b]], np.zeros(counts[b], np.float32))
             outcome = make_sampler(requests[b]).verify(logits[b, : counts[b]], tree, texts[b])
             kept = 1 + len(outcome.path)
             lengths.add(kept)
-            assert found[names.PATH][b].tolist() == [0, *outcome.path, *range(kept, nodes)]
+            expected = [0, *outcome.path, *range(kept, nodes)]
+            assert found[names.PATH][b].tolist() == expected
+            assert found[names.ACCEPT_OUTPUT][b, : 1 + nodes].tolist() == [kept, *expected]
             targets = found[names.ACCEPT_OUTPUT][b, 1 + nodes :]
             assert [targets[node] for node in (0, *outcome.path)] == list(outcome.tokens)
+            assert temperatures or targets.tolist() == logits[b].argmax(1).tolist()
             differ += int(targets[0] != logits[b, 0].argmax())
     assert len(lengths) >= min(nodes, 3)
-    assert differ > 30
+    assert (differ > 30) == bool(temperatures)
 
 
 @pytest.mark.parametrize("graph", [names.STEP_ACCEPT, names.STEP_ACCEPT_SAMPLED])

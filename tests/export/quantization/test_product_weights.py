@@ -2,79 +2,49 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 
-from redraft.config import Backend, BuildConfig, Precision
 from redraft.export.checkpoint import base
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.checkpoint.sources import Source
 from redraft.export.quantization.product_forms import ProductPlan
 from redraft.export.quantization.product_weights import ProductWeight
 from redraft.export.quantization.products import quantize_products
-from redraft.export.verifier import VerifierExport, export_verifier
-from tests.export.models import write_checkpoint
-from tests.export.quantization.test_dequantize import logits
-
-pytestmark = pytest.mark.usefixtures("traced_once")
+from tests.export.models import Exported, write_checkpoint
 
 LAYERS = 2
 PLAIN = ("transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight")
-Exports = Callable[[Precision, Backend], tuple[VerifierExport, Path]]
+SIZES = dict(hidden_size=64, n_inner=128, num_hidden_layers=LAYERS, num_key_value_heads=4)
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A GPT-2 whose products have 64 and 128 inputs, which all kinds of quantization take."""
-    sizes = dict(hidden_size=64, n_inner=128, num_hidden_layers=LAYERS, num_key_value_heads=4)
-    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("gpt2") / "model", "gpt2", **sizes))
-
-
-@pytest.fixture(scope="module")
-def exports(gpt2: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    """The model exported once in each precision, and its folder."""
-
-    @cache
-    def export(precision: Precision, backend: Backend) -> tuple[VerifierExport, Path]:
-        folder = tmp_path_factory.mktemp(f"{backend}-{precision}")
-        return export_verifier(gpt2, folder, BuildConfig(precision=precision, backend=backend)), folder
-
-    return export
-
-
-def operators(folder: Path) -> Counter[str]:
-    return Counter(node.op_type for node in onnx.load(folder / "verifier.onnx", load_external_data=False).graph.node)
+    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("gpt2") / "model", "gpt2", **SIZES))
 
 
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.05), ("int4", 0.4)])
-def test_every_product_of_gpt2_is_quantized(precision: Precision, most: float, exports: Exports) -> None:
-    exported, folder = exports(precision, "onnxruntime")
-    count = operators(folder)
+def test_every_product_of_gpt2_is_quantized(precision: str, most: float, exports: Callable[..., Exported]) -> None:
+    exported = exports("gpt2", precision, **SIZES)
+    count = exported.operators()
     assert count["MatMulNBits"] == 4 * LAYERS + 1
     assert not {"MatMul", "Gemm"} & set(count)
     assert count["GatherBlockQuantized"] == 2  # of tokens and of positions
-    assert [ref for ref in exported.weights if len(ref.shape) == 2 and ref.initializer in PLAIN] == []
-    expected = logits(*exports("fp32", "onnxruntime"))
-    error = np.abs(logits(exported, folder) - expected).max() / np.abs(expected).max()
-    assert 1e-5 < error < most
+    assert [ref for ref in exported.verifier.weights if len(ref.shape) == 2 and ref.initializer in PLAIN] == []
+    assert 1e-5 < exported.error(exports("gpt2", **SIZES)) < most
 
 
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.05), ("int4", 0.6)])
 def test_every_product_of_gpt2_but_the_logits_is_dequantized(
-    precision: Precision, most: float, exports: Exports
+    precision: str, most: float, exports: Callable[..., Exported]
 ) -> None:
-    exported, folder = exports(precision, "tensorrt")
-    assert operators(folder)["DequantizeLinear"] == 4 * LAYERS
-    expected = logits(*exports("fp32", "onnxruntime"))
-    error = np.abs(logits(exported, folder) - expected).max() / np.abs(expected).max()
-    assert 1e-5 < error < most
+    exported = exports("gpt2", precision, "tensorrt", **SIZES)
+    assert exported.operators()["DequantizeLinear"] == 4 * LAYERS
+    assert 1e-5 < exported.error(exports("gpt2", **SIZES)) < most
 
 
 def test_a_turned_weight_comes_by_outputs_in_small_slabs(gpt2: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,5 +71,5 @@ def test_products_over_one_weight_have_the_same_bits(gpt2: Checkpoint) -> None:
     nodes = [attended, ir.node("TreeAttention", [attended.outputs[0]]), other]
     outputs = [nodes[1].outputs[0], other.outputs[0]]
     graph = ir.Graph([x], outputs, nodes=nodes, initializers=[weight], opset_imports={"": 21})
-    quantize_products(ir.Model(graph, ir_version=10), source, ProductPlan("int4"), "")
+    quantize_products(ir.Model(graph, ir_version=10), source, ProductPlan("int4"), "", {})
     assert [node.attributes["bits"].as_int() for node in graph if node.op_type == "MatMulNBits"] == [8, 8]

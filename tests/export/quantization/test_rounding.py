@@ -8,9 +8,10 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from redraft.export.checkpoint.stored_grid import Grid
 from redraft.export.quantization import rounding
 from redraft.export.quantization.product_forms import Form, stored_arrays
-from redraft.export.quantization.rounding import BLOCK, Grid, codes_of, fit, values_of
+from redraft.export.quantization.rounding import BLOCK, codes_of, fit, values_of
 
 
 def dequantize(weight: np.ndarray, bits: int, offsets: bool = False) -> np.ndarray:

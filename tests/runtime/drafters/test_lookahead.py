@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from redraft.errors import UsageError
-from redraft.methods.lookahead import LookaheadOptions
+from redraft.methods.unbuilt import LookaheadOptions
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.drafters import load_drafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from redraft.errors import UsageError
-from redraft.methods.ngram import LONGEST_MATCH, NgramOptions
+from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.ngram import RANKS, NgramDrafter, NgramIndex
 from redraft.runtime.sampling.sampler import Greedy

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from redraft.errors import UsageError
-from redraft.methods.suffix import SuffixOptions
+from redraft.methods.unbuilt import SuffixOptions
 from redraft.runtime import Runtime, SpeculationParams
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.base import Pair

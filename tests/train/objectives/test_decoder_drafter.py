@@ -10,15 +10,9 @@ from redraft.errors import UnsupportedModelError, UsageError
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
+from redraft.train.objectives import find_training
+from redraft.train.objectives.decoder import StudentTable, default_layers, start_from_layers, with_embedding_and_head
 from redraft.train.objectives.decoder_drafter import DEPTHS, DraftModelObjective, LossWeights
-from redraft.train.objectives.decoder_method import (
-    StudentTable,
-    configure,
-    default_layers,
-    start_from_layers,
-    with_embedding_and_head,
-)
-from redraft.train.objectives.draft_model_method import StudentRecipe
 from redraft.train.states import TOP_LOGITS, run_verifier
 from redraft.train.verifier_model import VerifierModel, open_verifier
 from tests.export.models import config_of
@@ -180,8 +174,10 @@ def test_by_default_a_student_has_the_first_and_the_last_three_layers():
     ],
 )
 def test_a_recipe_that_the_verifier_cannot_fill_is_refused_in_one_line(verifier_folder, table, message):
+    training = find_training("draft_model")
+    recipe = training.recipe(drafter=StudentTable(**table))
     with pytest.raises(UsageError, match=message) as caught:
-        configure(StudentRecipe(drafter=StudentTable(**table)), open_verifier(verifier_folder, "cpu"))
+        training.configure(recipe, open_verifier(verifier_folder, "cpu"))
     assert "\n" not in str(caught.value)
 
 

@@ -13,14 +13,14 @@ from redraft.export.drafters.feature_drafter import FeatureConfig, Predicted
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import Alignment
-from redraft.train.objectives import METHODS, find_method
+from redraft.train.objectives import METHODS, find_training
 from redraft.train.objectives.feature_drafter import MEASURED, FeatureObjective, LossSettings
-from redraft.train.objectives.feature_method import FeatureTable
+from redraft.train.objectives.feature_tree import FeatureTable
 from redraft.train.states import TOP_LOGITS, run_verifier
 from redraft.train.verifier_model import open_verifier
 from tests.train.objectives.test_lyanna import ExplicitAttention
 
-FAMILY = [name for name in METHODS if find_method(name).config is FeatureConfig]
+FAMILY = [name for name in METHODS if find_training(name).config is FeatureConfig]
 PASSES, VOCABULARY = 3, 400
 LENGTHS = (20, 15, 18)
 """Of the texts of a batch; the shorter ones are padded."""
@@ -241,7 +241,7 @@ def test_a_text_without_an_aligned_token_has_no_loss(verifier, batch):
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_preset_learns(verifier, name):
     """A few steps on one text lower the loss of features, or of tokens without it, from random weights."""
-    method = find_method(name)
+    method = find_training(name)
     recipe = method.recipe(drafter=replace(method.recipe().drafter, noise=0.0, aligned=0))
     tokens = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
     batch = Batch.whole(tokens, ("a",) * 4, MEASURED)
@@ -265,9 +265,9 @@ def test_a_preset_learns(verifier, name):
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_start_is_a_linear_prediction(verifier, name):
     """It is the ridge regression of the next feature, or of the one before the final norm, whatever the other parts."""
-    method = find_method(name)
+    method = find_training(name)
     torch.manual_seed(0)
-    drafter = method.module(method.configure(method.recipe(), verifier))
+    drafter = method.drafter(method.configure(method.recipe(), verifier))
     tokens = torch.randint(0, VOCABULARY, (8, 60), generator=torch.Generator().manual_seed(4))
     method.starts["features"](drafter, verifier, [Batch.whole(tokens, ("a",) * 8, MEASURED)] * 30)
     target = "last" if drafter.norm is None else str(verifier.layers - 1)
@@ -305,11 +305,11 @@ def test_impossible_tables_are_refused(values):
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("shared", ["features", "features-tiny", "features-smollm2"])
 def test_a_shared_recipe_leaves_each_method_its_own_loss(name, shared):
-    method = find_method(name)
+    method = find_training(name)
     found, own = method.recipe.load(shared), method.recipe()
     assert found.method == name
     assert replace(found.drafter, init=own.drafter.init, draft_vocabulary=0) == own.drafter
-    losses = {other: find_method(other).recipe().drafter for other in FAMILY}
+    losses = {other: find_training(other).recipe().drafter for other in FAMILY}
     assert sum(table == own.drafter for table in losses.values()) <= 2  # EAGLE's and FSPAD's are the same
 
 
@@ -323,9 +323,9 @@ def test_the_start_reads_normed_states(verifier):
     """As the drafter does, if it has norms before the product of its hidden states."""
     torch.manual_seed(0)
     form = {"fusion": "attention", "outputs": "normed", "hidden_states": ("0", "1"), "joint_norm": True}
-    drafter = find_method("eagle3").module(config(**form))
+    drafter = find_training("eagle3").drafter(config(**form))
     tokens = torch.randint(0, VOCABULARY, (8, 60), generator=torch.Generator().manual_seed(4))
-    find_method("eagle3").starts["features"](drafter, verifier, [Batch.whole(tokens, ("a",) * 8, MEASURED)] * 30)
+    find_training("eagle3").starts["features"](drafter, verifier, [Batch.whole(tokens, ("a",) * 8, MEASURED)] * 30)
     target = str(verifier.layers - 1)
     with torch.no_grad():
         hidden, _ = run_verifier(verifier.model, tokens, ("0", "1", target))

@@ -11,11 +11,12 @@ from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.mtp import MtpModule, load_mtp
-from redraft.train.objectives.lyanna import LossWeights, LyannaObjective, chains
-from redraft.train.objectives.lyanna_method import (
-    LyannaRecipe,
+from redraft.train.objectives import find_training
+from redraft.train.objectives.lyanna import (
+    LossWeights,
+    LyannaObjective,
     LyannaTable,
-    configure,
+    chains,
     start_from_layer,
     start_from_mtp,
 )
@@ -36,6 +37,12 @@ def drafter_of(config):
     for parameter in drafter.parameters():  # no zeros or ones, so that every path counts
         torch.nn.init.normal_(parameter, std=0.4)
     return drafter
+
+
+def fresh(verifier, **table):
+    """A drafter of a recipe with these fields of its table."""
+    training = find_training("lyanna")
+    return training.drafter(training.configure(training.recipe(drafter=LyannaTable(**table)), verifier))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +118,7 @@ def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens, size):
     """
     settings = config(draft_vocab_size=size % 400)
     some = torch.randperm(400, generator=torch.Generator().manual_seed(2))[:size].sort().values
-    weights = LossWeights(alpha=0.5, beta=2.0, gamma=0.3, step=0.7)
+    weights = LossWeights(alpha=0.5, beta=2.0, gamma=0.3, step_weight=0.7)
     objective = LyannaObjective(verifier.model, settings, weights, DraftColumns(some, 400))
     objective.drafter.load_state_dict(drafter_of(settings).state_dict())
     embed, head = verifier.model.get_input_embeddings(), verifier.model.get_output_embeddings().weight
@@ -227,8 +234,7 @@ def test_only_the_drafter_is_trained(verifier, tokens):
 @pytest.mark.parametrize("first_token", [True, False])
 def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_token):
     """The module without the fused token equals one with a zero embedding."""
-    recipe = LyannaRecipe(drafter=LyannaTable(first_token=first_token))
-    drafter = LyannaDrafter(configure(recipe, verifier))
+    drafter = fresh(verifier, first_token=first_token)
     start_from_mtp(drafter, verifier, [])
     module: MtpModule = load_mtp(verifier.checkpoint.path)
     embed = verifier.model.get_input_embeddings()
@@ -244,20 +250,20 @@ def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_
 
 
 def test_warm_start_of_another_shape_is_refused(verifier):
-    drafter = LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(intermediate_size=40)), verifier))
+    drafter = fresh(verifier, intermediate_size=40)
     with pytest.raises(UsageError, match="init = 'random'"):
         start_from_mtp(drafter, verifier, [])
 
 
 def test_shape_is_the_verifiers_if_the_recipe_has_none(verifier):
-    found = configure(LyannaRecipe(drafter=LyannaTable(kv_heads=2, chain=5, rank=7)), verifier)
+    found = fresh(verifier, kv_heads=2, chain=5, rank=7).config
     expected = dict(hidden_size=32, vocab_size=400, intermediate_size=64, heads=2, kv_heads=2, head_dim=16)
     assert found == LyannaConfig(**expected, rank=7, steps=5)
 
 
 def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
     """The projections predict the inputs of the layer better than chance: of the first step, and of the later ones."""
-    drafter = LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(chain_projection=True)), verifier))
+    drafter = fresh(verifier, chain_projection=True)
     generator = torch.Generator().manual_seed(2)
     texts = [Batch.whole(torch.randint(0, 400, (32, 24), generator=generator), ("a",) * 32, 3) for _ in range(6)]
     start_from_layer(drafter, verifier, texts)
@@ -277,12 +283,12 @@ def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
     assert F.mse_loss(first, wanted) < 0.5 * spread
     assert F.mse_loss(later, wanted) < spread
     with pytest.raises(UsageError, match="init = 'layer'"):
-        start_from_layer(LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(heads=4)), verifier)), verifier, [])
+        start_from_layer(fresh(verifier, heads=4), verifier, [])
 
 
 def test_a_start_from_a_layer_of_another_form_is_refused(verifier):
     """Equal names and shapes are not enough: the layer must compute the same."""
-    drafter = LyannaDrafter(configure(LyannaRecipe(), verifier))
+    drafter = fresh(verifier)
     batch = Batch.whole(torch.arange(24)[None], ("a",), 3)
     mlp = verifier.model.get_decoder().layers[-1].mlp
     other = mlp.register_forward_hook(lambda module, args, output: output + args[0])

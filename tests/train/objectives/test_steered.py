@@ -11,30 +11,28 @@ import torch
 from redraft.errors import UnsupportedModelError, UsageError
 from redraft.export.drafters.decoder_drafter import configuration_of
 from redraft.train.batches import Batch
+from redraft.train.objectives import find_training
+from redraft.train.objectives.decoder import SteeringTable, high_middle_low, start_from_layers
 from redraft.train.objectives.decoder_drafter import (
     DEPTHS,
     DraftModelObjective,
-    LossWeights,
     Offsets,
     steering_places,
 )
-from redraft.train.objectives.decoder_method import SteeringTable, configure, high_middle_low, start_from_layers
-from redraft.train.objectives.steered_method import SteeredRecipe
 from redraft.train.states import TOP_LOGITS, run_verifier
 from redraft.train.verifier_model import VerifierModel, open_verifier
 
 from .test_decoder_drafter import END, PROMPT, model_of, texts
 
+TRAINING = find_training("steered")
 STATES = ("2", "1", "0")
 K = 3
 
 
-def objective_of(
-    verifier: VerifierModel, weights: LossWeights = LossWeights(), offsets: Offsets = Offsets(K), frozen: bool = False
-) -> DraftModelObjective:
+def objective_of(verifier: VerifierModel, **table: object) -> DraftModelObjective:
     """A student of two of the verifier's layers, with random steering."""
     config = configuration_of(verifier.config, verifier.vocab_size, (0, 2), 0, STATES)
-    objective = DraftModelObjective(verifier.model, config, weights, None, offsets=offsets, frozen=frozen)
+    objective = DraftModelObjective(verifier.model, config, SteeringTable(**{"draft_length": K, **table}))
     start_from_layers(objective.drafter, verifier, ())
     assert objective.drafter.steering is not None
     torch.manual_seed(3)
@@ -88,7 +86,7 @@ def biased(objective: DraftModelObjective, states: torch.Tensor, sources: list[i
 def test_loss_equals_a_loop_over_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ p log q of each row, steered from where its offset says; k = 3, an offset for each text."""
     verifier = model_of("llama", vocab_size=TOP_LOGITS)
-    objective, batch = objective_of(verifier, LossWeights(kl=0.7, prompt=0.25)), texts(TOP_LOGITS)
+    objective, batch = objective_of(verifier, kl=0.7, prompt=0.25), texts(TOP_LOGITS)
     drawn = [2, 3]
     monkeypatch.setattr(Offsets, "draw", lambda self, tokens: torch.tensor(drawn)[:, None].expand_as(tokens))
     head, embedding = verifier.model.get_output_embeddings().weight, verifier.model.get_input_embeddings()
@@ -157,14 +155,14 @@ def test_by_default_the_paper_s_hidden_states_steer_a_student() -> None:
 )
 def test_a_recipe_that_the_verifier_cannot_fill_is_refused_in_one_line(verifier_folder, table, message) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        configure(SteeredRecipe(drafter=SteeringTable(**table)), open_verifier(verifier_folder, "cpu"))
+        TRAINING.configure(TRAINING.recipe(drafter=SteeringTable(**table)), open_verifier(verifier_folder, "cpu"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_verifier_whose_layers_take_no_steering_is_refused_before_its_text_is_written() -> None:
-    assert configure(SteeredRecipe(), model_of("llama")).hidden_states == ("2", "0")
+    assert TRAINING.configure(TRAINING.recipe(), model_of("llama")).hidden_states == ("2", "0")
     with pytest.raises(UnsupportedModelError, match="layer 0 takes no steering: Phi3MLP has no up_proj"):
-        configure(SteeredRecipe(), model_of("phi3"))
+        TRAINING.configure(TRAINING.recipe(), model_of("phi3"))
 
 
 @pytest.mark.parametrize("length", [0, 25])

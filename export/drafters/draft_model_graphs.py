@@ -1,8 +1,0 @@
-"""The graph of an independent draft model: a preset of `decoder_graphs`."""
-
-from __future__ import annotations
-
-from redraft.export.drafters.decoder_graphs import exporter_of
-from redraft.methods.draft_model import METHOD
-
-EXPORTER = exporter_of(METHOD)

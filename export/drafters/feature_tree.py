@@ -1,0 +1,116 @@
+"""The draft graph of drafters that predict features: one call catches up on rows and grows a tree, level by level."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from redraft.errors import CheckpointError, UsageError
+from redraft.export.drafters.checkpoint import DrafterCheckpoint
+from redraft.export.drafters.draft_graph import DraftGraph, LevelAttention, Sampling
+from redraft.export.drafters.exporter import DraftExporter
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
+from redraft.export.drafters.layer import with_sizes
+from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
+from redraft.export.drafters.writing import Target
+from redraft.export.graph import tracing
+from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape
+
+_NOT_FIRST = -1e4
+"""Log probability of drawn candidates after the first, of which no tree has any."""
+
+
+class FeatureTreeExporter(DraftExporter[FeatureConfig]):
+    """The exporter of the family. A row's `form` makes its drafters, and its trees are `static` or not."""
+
+    config, module = FeatureConfig, FeatureDrafter
+
+    def configure(self, drafter: DrafterCheckpoint, options: FeatureTreeBuild) -> FeatureConfig:
+        """Return the drafter's configuration. Raises CheckpointError for a drafter of another form."""
+        method = self.method.id
+        if "fusion" not in drafter.config:
+            raise CheckpointError(
+                f"{drafter.path} is a drafter of {drafter.method}, which {method} cannot use",
+                f"leave out method={method}",
+            )
+        config = super().configure(drafter, options)
+        expected = _kind(replace(config, **self.row.form))
+        if drafter.method != method and (found := _kind(config)) != expected:
+            raise CheckpointError(
+                f"{drafter.path} is no drafter of {method}: it has {found}, expected {expected}",
+                f"leave out method=, its own is {drafter.method}",
+            )
+        return config
+
+    def random_config(self, target: Target, verifier: Any) -> FeatureConfig:
+        """Return the configuration of a random drafter of the row's form."""
+        states = self.method.hidden_states
+        return with_sizes(FeatureConfig, verifier, target.vocabulary, hidden_states=states, **self.row.form)
+
+    def shape(self, target: Target, config: FeatureConfig) -> FeatureTreeShape:
+        """Return the graph's sizes. Raises UsageError for a draft vocabulary that is not that of a head of its own."""
+        options, drafted = target.options, config.limited(target.options.draft_vocabulary)
+        if config.own_head and drafted != config.draft_size:
+            raise UsageError(
+                f"drafter {target.name} has a head of its own for {config.draft_size} tokens",
+                "leave out draft_vocabulary",
+            )
+        width = min(options.width, drafted)
+        return FeatureTreeShape(
+            hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            steps=options.steps,
+            width=width,
+            nodes=options.tree_nodes(width),
+            draft_vocabulary=drafted,
+            static=self.row.static,
+            hidden_states=config.hidden_states,
+            draft_logit_scale=config.draft_logit_scale,
+            dtype=target.dtype,
+        )
+
+    def graph(self, target: Target, module: FeatureDrafter, shape: FeatureTreeShape) -> nn.Module:
+        """Return the draft graph's computation."""
+        return _Draft(module, module.config, shape, target.verifier.shape.max_positions)
+
+
+EXPORTER = FeatureTreeExporter
+
+
+def _kind(config: FeatureConfig) -> str:
+    """Return what tells drafters of one method from those of another."""
+    return f"a fusion {config.fusion!r} and {'two outputs' if config.outputs == 'two' else 'one output'}"
+
+
+class _Draft(DraftGraph[FeatureDrafter]):
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
+
+    def forward(
+        self, features: torch.Tensor | list[torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor,
+        pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        sampling: Sampling, tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        shape, drafter = self.shape, self.drafter
+        attention = LevelAttention(drafter.config, positions, pending, cache_len, kv_len, key, value)
+        rows = drafter.inputs(torch.cat(features, dim=-1) if isinstance(features, list) else features)
+        predicted = drafter(rows, self.embed(tokens), positions, attention.catch_up(), attention.last)
+        not_first = torch.full((shape.width - 1,), _NOT_FIRST)
+        tree = LevelTree(shape.width, sampling.drawn, torch.cat([rank_log_probs(1), not_first]), shape.static)
+        chain = [self.logits(predicted.token)]
+        tree.grow(sampling.scaled(chain[0], tables))
+        for step in range(1, shape.steps):
+            parents, columns = tree.best()
+            best = tracing.take(tables[-1], columns) if tables else columns
+            level = attention.next_step() if shape.width == 1 else attention.next_level(shape.width, parents)
+            predicted = drafter(tracing.gather_rows(predicted.feature, parents), self.embed(best), *level)
+            logits = self.logits(predicted.token)  # [B, W, H]
+            chain.append(logits[:, :1])
+            keys = sampling.keys[:, step : step + 1].expand(-1, shape.width, -1)
+            tree.grow(sampling._replace(keys=keys).scaled(logits, tables))
+        whole = tree.whole(attention.last_token(tokens), shape.nodes, tables)
+        return (*whole, torch.cat(chain, 1), *attention.caches)

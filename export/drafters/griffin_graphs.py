@@ -1,9 +1,0 @@
-"""The method's form of `redraft.export.drafters.feature_drafter`, and its exporter."""
-
-from __future__ import annotations
-
-from redraft.export.drafters.feature_graphs import exporter_of
-from redraft.methods.griffin import METHOD
-
-FORM = {"fusion": "token_guided", "outputs": "two", "input_norm": False}
-EXPORTER = exporter_of(METHOD, FORM)

@@ -1,8 +1,0 @@
-"""The runtime's part of the method: one engine call drafts a tree."""
-
-from __future__ import annotations
-
-from redraft.methods.griffin import METHOD
-from redraft.runtime.drafters.feature_tree import drafter_of
-
-DRAFTER = drafter_of(METHOD)
