@@ -18,7 +18,7 @@ CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
-.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu check-tensorrt smollm2-drafter smollm2-student smollm2-features lint format typecheck check-types check-imports \
+.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu check-tensorrt smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
   typed-tree clean
 
 # pip would compile all of torch, of which a build imports a fifth; Python keeps what it compiles at the first import.
@@ -140,12 +140,17 @@ test-gpu: plugins
 lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/vulture
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE))
 
 format: install-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(wildcard $(NATIVE))
+
+# Lengths of files, which takes minutes: for those who move code. Ruff, vulture and import-linter check the rest always.
+lengths: install-dev
+	$(BIN)/pylint $(PACKAGES) redraft experiments
 
 # mypy and import-linter read packages by folder, but `redraft.runtime` is in `runtime/`: this gives them the tree as it is
 # imported. A missing link would silently remove code from the checks, so tests/test_contracts.py plants errors.

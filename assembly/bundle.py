@@ -59,7 +59,7 @@ def build_bundles(request: BuildRequest, report: Report) -> list[Built]:
         return list(_run(resolve(request, Path(scratch), report), Path(scratch), report, start))
 
 
-def build_bundle(
+def build_bundle(  # noqa: PLR0913 - the options of a build by Python callers
     model: Model, config: BuildConfig, out: Path, texts: Mapping[str, str] | None = None, force: bool = False,
     report: Report = lambda message: None, check: bool = True, tokens: int = DEFAULT_TOKENS,
 ) -> tuple[Manifest, bool]:  # fmt: skip

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from redraft.runtime import Runtime
 
 
-def bench(
+def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one after the other
     engines: Engines,
     prompts: Annotated[list[Path], typer.Option(help="JSON lines with `turns`; may be given again.")],
     chat: Annotated[

@@ -127,7 +127,7 @@ class HostDevice(Device):
 
     asynchronous = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts of a bundle and options of a process
         self, bundle: Bundle, threads: int | None = None, kernels: Compact | None = None, *, step_graphs: bool = True,
         max_num_seqs: int | None = None, exact: bool = True, verifier_graph: str = "",
     ) -> None:  # fmt: skip

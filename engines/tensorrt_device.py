@@ -73,7 +73,7 @@ class TensorRtDevice(CudaDevice):
     caches: folder of runtime caches of engines that were built ahead (`Product.ahead`), which are saved by `close`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of one engine
         self, bundle: Bundle, engines: Mapping[str, Path], cuda: Cuda, tensorrt: Any, kernels: Compact | None = None,
         embedded: bool = False, caches: Path | None = None,
     ) -> None:  # fmt: skip

@@ -8,6 +8,7 @@ than most kernels take. An EAGLE-like draft, which needs its head after every st
 same parts.
 """
 
+# pylint: disable=too-many-lines  # one page of tables
 from __future__ import annotations
 
 import argparse

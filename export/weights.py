@@ -25,7 +25,7 @@ IN_PLACE_FROM = 0.5
 """A file becomes part of the bundle if the graph reads at least this share of its bytes."""
 
 
-def place(
+def place(  # noqa: PLR0913 - the form of every kind of weight
     model: ir.Model, source: AnySource, folder: Path, precision: Precision, progress: Progress, *,
     file: str | None = None, logits: str = names.LOGITS, shared: Iterable[WeightRef] = (),
     weight_only: dequantize.Kind | None = None, plan: ProductPlan | None = None,

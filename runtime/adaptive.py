@@ -1,5 +1,6 @@
 """The adaptive controller: it chooses tree sizes from the measured cost curve and recent acceptance."""
 
+# pylint: disable=too-many-lines  # one controller
 from __future__ import annotations
 
 from collections import abc, defaultdict

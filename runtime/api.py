@@ -1,5 +1,6 @@
 """The runtime's public interface: open a bundle, generate or stream text, and read metrics."""
 
+# pylint: disable=too-many-lines  # the public interface in one file
 from __future__ import annotations
 
 import sys
@@ -50,7 +51,7 @@ _SAVE_STEPS = 256
 class Runtime:
     """An open engine bundle. It runs one generation at a time, and only one thread may use it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of the public interface
         self, verifier: Verifier, tokenizer: Tokenizer, costs: VerifyCosts, max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, bundle: Bundle | None = None,
@@ -72,7 +73,7 @@ class Runtime:
         self._busy = threading.Lock()
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 - options of the public interface
         cls, path: Path | str, threads: int | None = None, max_num_seqs: int = 1, verify: bool | None = None,
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None, exact: bool = True,
     ) -> Self:  # fmt: skip

@@ -1,5 +1,6 @@
 """The device buffers of one shape of a step, and the programs that use them."""
 
+# pylint: disable=too-many-lines  # the buffers of a step and the programs over them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -94,7 +94,7 @@ def measure_exactness(verifier: Verifier) -> Exactness:
     return Exactness(compared, differences)
 
 
-def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArray]]:
+def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArray]]:  # noqa: C901 - one loop for each way to compute a row
     """Yield the kind of a call, its logits, and those of the end of the text, computed at once."""
     count = min(_TOKENS, verifier.max_model_len - len(_BRANCHED))
     base = count - _VARIED

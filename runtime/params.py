@@ -1,5 +1,6 @@
 """The parameters of a request, validated on construction."""
 
+# pylint: disable=too-many-lines  # all parameters of a request
 from __future__ import annotations
 
 import json
@@ -164,7 +165,7 @@ class SamplingParams:
     grammar: str | None = None
     json_object: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901 - one check for each parameter
         object.__setattr__(self, "stop", _texts(self.stop))
         if not isinstance(self.logits_processors, list | tuple) or not all(map(callable, self.logits_processors)):
             raise UsageError("logits_processors must be a list of functions of token ids and logits")

@@ -76,7 +76,7 @@ class SpeculationFactory:
         for drafter in self._drafters.values():
             drafter.forget(tenant)
 
-    def create(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:
+    def create(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:  # noqa: C901, PLR0912 - one branch for each kind of method and controller
         """Return how requests with these parameters speculate. Raises UsageError.
 
         constrained: whether their texts must match a grammar, whose forced tokens are then drafted.

@@ -46,7 +46,7 @@ class Verifier:
     ids. Drafters and cycle share `ranges` and its `clock`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - limits of a runtime
         self, device: Device, shape: VerifierShape, max_model_len: int, max_num_seqs: int = 1,
         hidden_states: tuple[str, ...] = (), largest_tree: int = sys.maxsize, drafted_tree: int = 1,
     ) -> None:  # fmt: skip

@@ -4,6 +4,7 @@ A comparison's folder has the texts, a run's folder for each drafter and seed, a
 comparison continues where it stopped; finished runs are not repeated.
 """
 
+# pylint: disable=too-many-lines  # one comparison, from runs to tables
 from __future__ import annotations
 
 import glob
@@ -161,7 +162,7 @@ class Result:
         return fmean(self.chain_tokens.values())
 
 
-def train_all(
+def train_all(  # noqa: PLR0913 - facts of a comparison
     recipe: CompareRecipe,
     verifier: Path,
     sources: Mapping[str, str],

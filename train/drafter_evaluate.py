@@ -37,7 +37,7 @@ class KindAcceptance:
         return {"prompts": self.prompts, **asdict(self.acceptance)}
 
 
-def evaluate_drafter(
+def evaluate_drafter(  # noqa: PLR0913 - facts of one evaluation
     folder: Path,
     verifier: Path,
     prompts: Sequence[Path],

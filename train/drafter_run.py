@@ -43,7 +43,7 @@ TEXTS = "texts"
 COUNTS = "token_counts.npy"
 
 
-def train_drafter(
+def train_drafter(  # noqa: PLR0913 - the options of a command
     method_name: str,
     verifier: Path,
     sources: Mapping[str, str],

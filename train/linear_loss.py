@@ -46,7 +46,7 @@ class Alignment:
         return (truth >= 0) & ((logits > found).sum(-1) < self.k)
 
 
-def linear_cross_entropy(
+def linear_cross_entropy(  # noqa: PLR0913 - inputs of one autograd function
     states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None, own_head: torch.Tensor | None,
     columns: torch.Tensor, weights: torch.Tensor, alignment: Alignment | None = None,
 ) -> LinearLoss:  # fmt: skip
@@ -63,7 +63,7 @@ def linear_cross_entropy(
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - inputs of one autograd function
         ctx: Any, states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None,
         own_head: torch.Tensor | None, columns: torch.Tensor, weights: torch.Tensor, alignment: Alignment | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip

@@ -61,7 +61,7 @@ class StepReport:
     seconds: float
 
 
-def train(
+def train(  # noqa: PLR0913 - the parts of a training run
     objective: Objective,
     plan: Plan,
     recipe: Recipe,

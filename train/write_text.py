@@ -211,7 +211,7 @@ def _asked_by_itself(
 
 
 @torch.inference_mode()
-def compute_states(
+def compute_states(  # noqa: PLR0913 - the options of a command
     verifier: VerifierModel, texts: Path, out: Path, hidden_states: tuple[str, ...], rows: int = 256,
     progress: Progress = lambda stage, done, of, tokens: None, limit: int | None = None,
 ) -> None:  # fmt: skip

@@ -142,7 +142,7 @@ def _problem(
     return _limit(node, constants, graph)
 
 
-def _limit(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+def _limit(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:  # noqa: C901, PLR0912 - one branch for each limit of TensorRT's documentation
     """Return the problem with an operator that the parser takes in some forms only."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     match node.op_type:

@@ -21,6 +21,7 @@ Hidden states of EAGLE-3. The name `3` is the output of layer 3 of L layers, fro
 - The same key in `eagle_config` is SGLang's: an id is the layer that outputs the hidden state, so id 3 is named `3`.
 """
 
+# pylint: disable=too-many-lines  # one function for each project's format
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

@@ -11,6 +11,7 @@ nodes, so a graph that unrolls levels would gain nothing. On other devices a wor
 each wait costs as much as a level or two. Drafts of a fixed length take the fewest works of `STEP_COUNTS` levels.
 """
 
+# pylint: disable=too-many-lines  # chains and trees of one family
 from __future__ import annotations
 
 import time

@@ -23,7 +23,7 @@ class DraftCall:
     logits: memory for those of each level, [B, R, H]: R rows of a slot get candidates, one if there are several levels.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the sizes and buffers of one call
         self, device: Device, program: Program, sequences: int, width: int, first: Mapping[str, Buffer],
         later: Mapping[str, Buffer], logits: abc.Sequence[Buffer],
     ) -> None:  # fmt: skip

@@ -78,7 +78,6 @@ class EngineDrafter(TreeMaker):
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._host_tables = tables
         self._noise = SlotNoise(device, sizes["B"], shape.draft_logit_scale)
-        self._kv_rows = sizes["C"]
         self._positions = np.arange(sizes["C"])
         self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
 

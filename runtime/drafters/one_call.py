@@ -237,7 +237,7 @@ class TreeCall:
     several slots, it receives only the trees of those that `names.DRAFTED` marks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the sizes and buffers of one call
         self, device: Device, program: Program, step_programs: Mapping[str, Program], sizes: Mapping[str, int],
         given: Mapping[str, Buffer], pending: abc.Sequence[Buffer], store: TreeStore | None,
     ) -> None:  # fmt: skip

@@ -114,7 +114,7 @@ def _shrunk(model_type: str) -> dict[str, Any]:
     return _small_values(defaults(**NEEDED.get(model_type, {})).to_dict())
 
 
-def _small_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def _small_values(values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901 - one branch for each kind of size
     """Return small values for the entries of a configuration with known names."""
     depth = next((values[name] for name in DEPTHS if name in values), None)
     lists = {name: _distinct(v) for name, v in values.items() if isinstance(v, list) and v and len(v) == depth}

@@ -83,7 +83,7 @@ class Distillation(nn.Module):
         """Return the verifier's states of a batch: those that were kept, else computed."""
         return batch.states or states_of(*run_verifier(self.verifier, batch.tokens, self.hidden_states))
 
-    def targets(
+    def targets(  # noqa: PLR0913 - the parts of a loss
         self, batch: Batch, states: States, places: torch.Tensor, counts: torch.Tensor, soft: float, hard: float,
         greedy: float,
     ) -> Targets:  # fmt: skip

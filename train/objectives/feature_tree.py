@@ -61,7 +61,7 @@ def low_middle_high(layers: int) -> tuple[str, ...]:
     return tuple(map(str, found if distinct else range(min(layers, len(found)))))
 
 
-def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
+def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:  # noqa: C901 - one case for each fusion of inputs
     """Begin with the best linear prediction of the next feature from what the drafter's first product reads.
 
     The layer has the products of the verifier's last layer, but adds nothing to its input at first. Products of other

@@ -54,7 +54,7 @@ class HeadsTable(LossWeights, DrafterTable):
 class HeadsObjective(Distillation, ABC):
     """The loss of heads with their frozen verifier. A text needs `lookahead` tokens after a draft's start."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a loss
         self, drafter: nn.Module, config: DrafterConfig, heads: int, verifier: Any, weights: LossWeights,
         vocabulary: DraftColumns | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
