@@ -16,7 +16,7 @@ from redraft.assembly.drafters import native_drafter
 from redraft.assembly.models import Model
 from redraft.assembly.options import DEFAULT_TOKENS, BuildRequest
 from redraft.assembly.preflight import needs_of
-from redraft.assembly.progress import CHECK, DRAFTERS, WRITE, BuildProgress, Report, expected_seconds
+from redraft.assembly.progress import CHECK, DRAFTERS, WRITE, BuildProgress, Reporter, expected_seconds
 from redraft.assembly.resolve import ResolvedBuild, Target, resolve, resolve_build, tool_versions
 from redraft.assembly.self_check import check_engines
 from redraft.assembly.verifier import SharedWork, write_measured
@@ -49,7 +49,7 @@ class Built:
     native: str = ""
 
 
-def build_bundles(request: BuildRequest, report: Report) -> list[Built]:
+def build_bundles(request: BuildRequest, report: Reporter) -> list[Built]:
     """Build a bundle for each precision of a request, unless it is current.
 
     Raises RedraftError; everything that is wrong with the request is found before anything slow.
@@ -61,7 +61,7 @@ def build_bundles(request: BuildRequest, report: Report) -> list[Built]:
 
 def build_bundle(  # noqa: PLR0913 - the options of a build by Python callers
     model: Model, config: BuildConfig, out: Path, texts: Mapping[str, str] | None = None, force: bool = False,
-    report: Report = lambda message: None, check: bool = True, tokens: int = DEFAULT_TOKENS,
+    report: Reporter = lambda message: None, check: bool = True, tokens: int = DEFAULT_TOKENS,
 ) -> tuple[Manifest, bool]:  # fmt: skip
     """Build the bundle `out` of a model, unless it is current.
 
@@ -75,7 +75,7 @@ def build_bundle(  # noqa: PLR0913 - the options of a build by Python callers
         return built.manifest, built.cached
 
 
-def _run(builds: Sequence[ResolvedBuild], scratch: Path, report: Report, start: float) -> Iterator[Built]:
+def _run(builds: Sequence[ResolvedBuild], scratch: Path, report: Reporter, start: float) -> Iterator[Built]:
     """Build the bundles that are not current, one after the other. start: the time at which the request came."""
     work = SharedWork(builds, scratch)
     for build in builds:
@@ -88,7 +88,7 @@ def _run(builds: Sequence[ResolvedBuild], scratch: Path, report: Report, start: 
         start = now
 
 
-def _build(build: ResolvedBuild, work: SharedWork, report: Report) -> Manifest:
+def _build(build: ResolvedBuild, work: SharedWork, report: Reporter) -> Manifest:
     """Run the stages of one build. Returns the manifest of the written bundle."""
     config = build.config
     with (

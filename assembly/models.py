@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.assembly.package_files import fetch_package_file
-from redraft.assembly.progress import Report
+from redraft.assembly.progress import Reporter
 from redraft.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ def find_recipe(model: str) -> Recipe | None:
     return load_recipe(model) if named else None
 
 
-def find_checkpoint(model: str, report: Report) -> Path:
+def find_checkpoint(model: str, report: Reporter) -> Path:
     """Return the path of the checkpoint that MODEL names. Downloads and raises like `find_model`."""
     return find_model(model, find_recipe(model), report).path
 
 
 def find_model(
-    model: str, recipe: Recipe | None, report: Report, path: Path | None = None, shape_folder: Path | None = None
+    model: str, recipe: Recipe | None, report: Reporter, path: Path | None = None, shape_folder: Path | None = None
 ) -> Model:
     """Return the checkpoint that MODEL names. Downloads a Hugging Face id, and a recipe's package once.
 
@@ -88,7 +88,7 @@ def _gguf_file(model: str) -> Path:
     raise UsageError(f"there is no file {model}", f"its folder has {found}" if found else "check the path")
 
 
-def _recipes_checkpoint(recipe: Recipe, report: Report, shape_folder: Path | None) -> Path:
+def _recipes_checkpoint(recipe: Recipe, report: Reporter, shape_folder: Path | None) -> Path:
     """Return a recipe's checkpoint: a folder or a GGUF file. If its shape is enough, the folder has only that."""
     if Path(recipe.source).is_dir():
         return Path(recipe.source)
@@ -101,7 +101,7 @@ def _recipes_checkpoint(recipe: Recipe, report: Report, shape_folder: Path | Non
     return _download(recipe.source, report)
 
 
-def _download(hub_id: str, report: Report) -> Path:
+def _download(hub_id: str, report: Reporter) -> Path:
     """Return the folder of a model of the Hub, from the Hub or its local cache. Raises CheckpointError.
 
     One request with a time limit comes first: `snapshot_download` waits for a silent network without one.

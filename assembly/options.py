@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from redraft.assembly.progress import Report
+from redraft.assembly.progress import Reporter
 from redraft.config import NATIVE, RANDOM, Backend, BuildConfig, DrafterBuild, Precision, TensorRtBuild
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method, native_method
@@ -130,7 +130,7 @@ def _not_precision(text: str, why: str) -> UsageError:
 
 
 def choose_drafters(
-    config: BuildConfig, drafters: Sequence[str], report: Report = lambda message: None
+    config: BuildConfig, drafters: Sequence[str], report: Reporter = lambda message: None
 ) -> tuple[DrafterBuild, ...]:
     """Return the drafters that `--drafter` options name, else the recipe's; random ones with random weights.
 
@@ -150,7 +150,7 @@ def choose_drafters(
     return replace(config, drafters=chosen).drafters
 
 
-def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Report = lambda message: None) -> DrafterBuild:
+def parse_drafter(text: str, recipe: Sequence[DrafterBuild], report: Reporter = lambda message: None) -> DrafterBuild:
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
     DIR is a drafter's folder, a model's folder or GGUF file, its Hugging Face id or recipe, `random`, `native`, or the
@@ -195,7 +195,7 @@ def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _checkpoint_of(source: str, report: Report) -> str:
+def _checkpoint_of(source: str, report: Reporter) -> str:
     """Return a drafter's source; of a recipe or a Hugging Face id that is no folder here, its checkpoint."""
     from redraft.assembly.models import GGUF, HUB_ID, find_checkpoint, find_recipe
 

@@ -20,7 +20,7 @@ TRACE, REFERENCE, WEIGHTS, MEASURE, DRAFTERS, CHECK, WRITE = (
     "checking engines", "finishing the bundle",
 )  # fmt: skip
 """Stages of a build, in order."""
-Report = Callable[[str], None]
+Reporter = Callable[[str], None]
 """Receives one line of progress."""
 SECONDS_BETWEEN_LINES = 1.0
 BAR = 20
@@ -57,7 +57,7 @@ class BuildProgress:
     proportion to its expected time, but never as all done.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Reporter) -> None:
         self._report, self._expected = report, dict[str, float]()
         self._stage, self._share, self._inside = "", 0.0, False
         self._started = self._stage_started = time.monotonic()

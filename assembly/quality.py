@@ -1,4 +1,4 @@
-"""How good a bundle is: perplexity, divergence and equal next tokens on held-out texts, next to the model in fp32.
+"""Quality of a bundle: perplexity, divergence and equal next tokens on held-out texts, next to the model in fp32.
 
 The reference is transformers' own model, which runs once over all texts, one layer at a time. The same pass measures
 what rounding does to each product (`redraft.export.quantization.calibrate`).

@@ -17,7 +17,7 @@ from redraft.assembly.drafters import DrafterSettings, OpenedDrafter, drafter_di
 from redraft.assembly.models import Model, find_model, find_recipe
 from redraft.assembly.options import BuildRequest, choose_drafters, configurations, options_of
 from redraft.assembly.preflight import check_file, check_libraries, check_room
-from redraft.assembly.progress import Report
+from redraft.assembly.progress import Reporter
 from redraft.config import HALVES, BuildConfig
 from redraft.engines import BundleWriter
 from redraft.engines.check_record import is_current
@@ -100,7 +100,7 @@ class Target:
         return cls(replace(config, drafters=named), settings, tools)
 
 
-def resolve(request: BuildRequest, scratch: Path, report: Report) -> list[ResolvedBuild]:
+def resolve(request: BuildRequest, scratch: Path, report: Reporter) -> list[ResolvedBuild]:
     """Return a build for each precision of the request. Downloads what has to be downloaded.
 
     scratch: an empty folder that lasts as long as the builds.
@@ -119,7 +119,7 @@ def resolve(request: BuildRequest, scratch: Path, report: Report) -> list[Resolv
     return [resolve_build(model, *each, request, report) for each in zip(targets, outs, strict=True)]
 
 
-def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest, report: Report) -> ResolvedBuild:
+def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest, report: Reporter) -> ResolvedBuild:
     """Return the build of a model for a target. Raises like `resolve`.
 
     request: its texts, tokens, `check` and `force`. A current bundle needs no PyTorch.
@@ -148,7 +148,7 @@ def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest
     return build if current else _with_drafters(build, target.drafters, report)
 
 
-def _with_drafters(build: ResolvedBuild, settings: tuple[DrafterSettings, ...], report: Report) -> ResolvedBuild:
+def _with_drafters(build: ResolvedBuild, settings: tuple[DrafterSettings, ...], report: Reporter) -> ResolvedBuild:
     """Return the build with its drafters. Raises RedraftError if the model, a drafter or this machine does not fit."""
     config = build.config
     check_room(build.checkpoint, config, build.out, measured=build.tokens if build.texts else 0)

@@ -50,7 +50,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Draws:
-    """How to draw.
+    """Settings of the draws.
 
     params: of the draws. The seed is the first one; temperature is above 0, and nothing else changes the distribution.
     budget: of every tree. A lookup's tree is merged with its drafter's. At every second position, the adaptive

@@ -31,7 +31,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times as fast one way of decoding is as another: `rate` / `base_rate`.
+    """The speed of one way of decoding over another: `rate` / `base_rate`.
 
     interval: of the ratio, over clusters of runs; None for too few.
     rate, base_rate: tokens a second of this way and of the other one, over all runs together.

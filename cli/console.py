@@ -17,7 +17,7 @@ _COUNTS = str.maketrans("", "", "0123456789#. %")
 """Removes from a line what counts on, so that its stage stays."""
 
 
-class Report(Protocol):
+class Reporter(Protocol):
     """Receives one line of progress."""
 
     def __call__(self, message: str) -> None: ...
@@ -62,7 +62,7 @@ def print_table(rows: Sequence[Sequence[str]], title: str) -> None:
 
 
 @contextmanager
-def progress(quiet: bool = False) -> Iterator[Report]:
+def progress(quiet: bool = False) -> Iterator[Reporter]:
     """Report stages to the standard error: one live line on a terminal, a line a stage otherwise."""
     if quiet:
         yield _ignore

@@ -24,7 +24,7 @@ _DIGESTS = {
     None: "every digest held at the last full check",
     False: "digests not checked",
 }
-"""How the bundle was checked, by `--verify`."""
+"""The check of the bundle, by `--verify`."""
 
 
 def inspect(

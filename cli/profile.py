@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redraft.cli.console import Report, print_caveats, print_json, print_table, progress
+from redraft.cli.console import Reporter, print_caveats, print_json, print_table, progress
 from redraft.cli.generate import encode, read_prompt, writable
 from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, Verify, parse_budget
 from redraft.errors import UsageError
@@ -132,7 +132,7 @@ def under_nsys(asked: ProfileRun, out: Path | None) -> dict[str, Any]:
     }
 
 
-def recorded(asked: ProfileRun, out: Path | None, report: Report) -> dict[str, Any]:
+def recorded(asked: ProfileRun, out: Path | None, report: Reporter) -> dict[str, Any]:
     """Return the profile of a run recorded in this process; its trace is written to `out`."""
     from redraft.bench.environment import environment, usable_threads
     from redraft.bench.stages import profile as summed

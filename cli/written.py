@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STYLES = {"verifier": "", "lookup": "green", "drafter": "cyan"}
 WORDS = {"verifier": "by the model itself", "lookup": "looked up in the text", "drafter": "drafted"}
-"""What the origins of `redraft.runtime.generation` mean, in the order in which users see them."""
+"""The meaning of origins of `redraft.runtime.generation`, in the order in which users see them."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 
 

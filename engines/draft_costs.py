@@ -1,4 +1,4 @@
-"""When a drafter that drafts token by token pays: what a drafted token costs against what it brings.
+"""Break-even of a drafter that drafts token by token: the cost of a drafted token against its gain.
 
 Leviathan et al. 2023 (arXiv 2211.17192), Theorem 3.8: drafts of g tokens, each accepted with probability a if those
 before it were accepted, make decoding (1 - a^(g + 1)) / ((1 - a) (g c + 1)) times as fast. c is the time of a drafted

@@ -56,7 +56,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a bundle's verifier does on held-out text, by kind of text, next to transformers' model in fp32.
+    """The quality of a bundle's verifier on held-out text, by kind of text, next to transformers' model in fp32.
 
     divergence:   mean Kullback-Leibler divergence of the verifier's distributions from those in fp32, in nats a token.
     same_tokens:  share of positions with the same likeliest next token.

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RESERVED_BYTES = 1 << 20
-"""Of each load, for names and blocks."""
+"""Bytes of each load for names and blocks."""
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     "assembly", "bench", "cli", "engines", "experiments", "export", "plugins", "redraft", "runtime", "tests", "train",

@@ -1,4 +1,4 @@
-"""How much suffix decoding and predicted outputs bring, when texts repeat and when they do not.
+"""Speed of suffix decoding and predicted outputs, on texts that repeat and texts that do not.
 
     python -m experiments.lookups --engines build/engines/smollm2 --prompts humaneval.jsonl mt_bench.jsonl --chat
 

@@ -58,7 +58,7 @@ CONFIG = Path(__file__).with_suffix(".toml")
 PROMPT_TOKENS, NEW_TOKENS, ROWS = 32, 160, 24
 """Tokens of held-out text before a greedy text, tokens of that at most, and texts of a kind."""
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSES.md", "heldout", "prompts")
-"""What the variant has from the verifier that it began with."""
+"""The parts that the variant has from its first verifier."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What TensorRT for RTX takes, asked of its parser and builder: operators and element types of their data.
+"""Operators and element types that TensorRT for RTX takes, asked of its parser and builder.
 
     pip install -e '.[tensorrt-rtx]'
     python -m experiments.tensorrt_operators [--write]

@@ -28,7 +28,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What an engine computed for one text: by parameter, the input and the result [T, n] of its product.
+    """An engine's results for one text: the input and the result [T, n] of each product, by parameter.
 
     rows:   looked-up rows [T, n] by parameter, if the bundle rounds them.   logits: [T, V].
     """

@@ -57,7 +57,7 @@ class Costs:
 
 
 class OfferKind(StrEnum):
-    """How a drafter makes a tree.
+    """The way in which a drafter makes a tree.
 
     NONE: no tree, plain decoding.   LOOKUP: known text, the sequence's own or a prediction.   RESAMPLE: unused hidden
     states of the last draft.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they stay
@@ -106,7 +106,7 @@ class Tree(Protocol):
 
     @property
     def draws(self) -> Draws | None:
-        """How nodes were drawn at random; None if all were chosen."""
+        """The random draws of nodes; None if all were chosen."""
 
     @property
     def cut_at_end(self) -> bool:
@@ -129,7 +129,7 @@ class Tree(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How nodes of a tree were drawn at random, for rejection sampling.
+    """The random draws of a tree's nodes, for rejection sampling.
 
     proposal: the distributions of the draws.
     order:    place of each node among all draws, int64[n]; -1 if it was not drawn.

@@ -107,7 +107,7 @@ class DeviceTree:
 
     @property
     def draws(self) -> Draws | None:
-        """How the nodes were drawn; None if they were chosen."""
+        """The random draws of nodes; None if they were chosen."""
         return Draws.of(self.drafts.proposal(self.slot), self._nodes)
 
     @property

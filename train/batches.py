@@ -75,7 +75,7 @@ def gather_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return rows.gather(1, index)
 
 
-class Plan(Protocol):
+class BatchSource(Protocol):
     """A run's batches."""
 
     def batch(self, step: int, recipe: Recipe) -> Batch:
@@ -150,7 +150,7 @@ class KeptStates:
     """
 
     def __init__(
-        self, plan: Plan, folder: Path, facts: Mapping[str, Any], hidden_states: Sequence[str],
+        self, plan: BatchSource, folder: Path, facts: Mapping[str, Any], hidden_states: Sequence[str],
         compute: Callable[[Batch], States],
     ) -> None:  # fmt: skip
         """facts: of the verifier and its texts, plain values.   compute: returns the states of a batch.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from redraft.errors import DataError, UsageError
 from redraft.files import whole_file
 from redraft.train.acceptance import greedy_rows
-from redraft.train.batches import Batch, BatchPlan, Plan, blocks_of
+from redraft.train.batches import Batch, BatchPlan, BatchSource, blocks_of
 from redraft.train.data import data_digest, facts_of, load_corpora, token_stream
 from redraft.train.drafter_config import DrafterRecipe, stream_name
 from redraft.train.verifier_model import VerifierModel
@@ -91,7 +91,7 @@ class DocumentText:
                 "lower seq_len, or self_text.prompt_tokens and new_tokens",
             )
 
-    def plan(self, lookahead: int) -> Plan:
+    def plan(self, lookahead: int) -> BatchSource:
         """Return batches of rows of the streams. Raises DataError before writing text if a corpus is too short."""
         recipe = self.recipe
         for kind in self._corpora:

@@ -10,7 +10,7 @@ from redraft.records import PositiveInt
 from redraft.train.config import Recipe
 
 Init = Literal["random", "layer", "layers", "mtp", "features"]
-"""How a fresh drafter's weights begin."""
+"""The initial weights of a new drafter."""
 Answers = Literal["all", "greedy", "sampled"]
 MIXTURE = ("text", "greedy", "sampled")
 

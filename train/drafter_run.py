@@ -25,7 +25,7 @@ from redraft.errors import UsageError
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.files import write_json
 from redraft.records import to_plain
-from redraft.train.batches import Batch, KeptStates, Plan
+from redraft.train.batches import Batch, BatchSource, KeptStates
 from redraft.train.data import DATA
 from redraft.train.document_text import DocumentText
 from redraft.train.draft_columns import DraftColumns, coverage
@@ -114,7 +114,7 @@ def train_drafter(  # noqa: PLR0913 - the options of a command
 
 
 def _with_states(
-    plan: Plan, kept: Path, seed: int, facts: RunFacts, objective: DrafterObjective, hidden_states: Sequence[str]
+    plan: BatchSource, kept: Path, seed: int, facts: RunFacts, objective: DrafterObjective, hidden_states: Sequence[str]
 ) -> KeptStates:
     """Return the plan's batches with the verifier's states, kept in a folder of this order and these hidden states."""
     verifier = objective.verifier

@@ -13,7 +13,7 @@ from torch import nn
 
 from redraft.errors import TrainingError, UsageError
 from redraft.files import whole_file
-from redraft.train.batches import Batch, Plan
+from redraft.train.batches import Batch, BatchSource
 from redraft.train.config import Recipe
 from redraft.train.optim import Optimizers, optimizers_for
 
@@ -63,7 +63,7 @@ class StepReport:
 
 def train(  # noqa: PLR0913 - the parts of a training run
     objective: Objective,
-    plan: Plan,
+    plan: BatchSource,
     recipe: Recipe,
     out: Path,
     *,

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import DataError
-from redraft.train.batches import Batch, Plan
+from redraft.train.batches import Batch, BatchSource
 from redraft.train.config import Recipe
 from redraft.train.data import is_held_out
 from redraft.train.drafter_config import DrafterRecipe
@@ -104,7 +104,7 @@ class WrittenText:
         """Raise UsageError if another verifier wrote the texts."""
         check_written_by(self._folder, verifier.identity)
 
-    def plan(self, lookahead: int) -> Plan:
+    def plan(self, lookahead: int) -> BatchSource:
         """Return batches of texts."""
         return TextPlan(self, self.recipe.texts, self.recipe.seed)
 

@@ -62,7 +62,7 @@ Measure = Callable[[DrafterObjective, Iterable[Batch]], Any]
 
 
 class Training(ABC):
-    """How a method's drafters are trained. A family's module has its class as `TRAINING`.
+    """The training of a method's drafters. A family's module has its class as `TRAINING`.
 
     table:    class of the recipe's table `drafter`, which has the settings of the loss.
     config:   class of the drafter's configuration.   drafter: class of its module.

@@ -1,4 +1,4 @@
-"""What a measurement needs of a decoder: how to convert the checkpoint, how to open a model, and how to decode."""
+"""The interface of a measured decoder: it converts the checkpoint, opens a model, and decodes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from redraft.config import Precision
 LOOKUP = {"max_ngram_size": 2, "num_pred_tokens": 2}
 """Its documentation says that two drafted tokens are best on CPUs; the default is 10."""
 TYPES: dict[Precision, str] = {"fp32": "ALL_F32", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
-"""Of llama.cpp's 4-bit types, the one whose kernels for CPUs pack rows of weights together."""
+"""llama.cpp's 4-bit type whose CPU kernels pack rows of weights together."""
 OF_4_BITS = ("2", "3", "14", "15", "25", "30")
 """`general.file_type` of files in Q4_0, Q4_1, Q4_K_S, Q4_K_M, IQ4_NL and IQ4_XS."""
 FILE = "model.gguf"

@@ -33,7 +33,7 @@ from redraft.errors import KernelError
 from redraft.plugins.library import Kernels, missing_kernels, open_kernels
 
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 3e-2}
-"""Of a timed problem, relative to the largest value."""
+"""The allowed error of a timed problem, relative to the largest value."""
 HEADS = ((32, 32), (32, 8))
 BATCHES = (1, 4, 16)
 LENGTHS = (1024, 4096, 16384, 32768)
@@ -46,7 +46,7 @@ MOST_PROBLEMS = 64
 MEMORY_SHARE = 0.4
 """Share of the device's free memory for problems of one size."""
 COPY_BYTES = 256 << 20
-"""Of one block. On an H200 a CUDA graph copies blocks of 1 GiB at two thirds of its speed (2716 of 4250 GB/s)."""
+"""Size of a block. On an H200 a CUDA graph copies blocks of 1 GiB at two thirds of its speed (2716 of 4250 GB/s)."""
 REPLAYS, WARM_UPS = 30, 3
 SLEEP_CYCLES = 2_000_000
 """About a millisecond of the device, in which the host sends it the events and the graph: a launch is not timed."""

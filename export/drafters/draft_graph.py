@@ -19,7 +19,7 @@ from redraft.export.graph.tree_attention import tree_attention
 
 M = TypeVar("M", bound=nn.Module)
 A = TypeVar("A")
-"""How rows attend."""
+"""The attention of rows."""
 
 
 class GraphRotary(nn.Module):

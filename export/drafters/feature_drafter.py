@@ -151,7 +151,7 @@ class FeatureDrafter(nn.Module):
 
 
 Fused = tuple[torch.Tensor, torch.Tensor]
-"""What the layer's attention reads, and its residual."""
+"""The inputs of the layer's attention, and its residual."""
 
 
 class _Linear(nn.Module):

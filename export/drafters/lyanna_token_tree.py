@@ -136,7 +136,7 @@ def _emit_top_nodes(
 
 
 TRANSLATIONS = {**tracing.TRANSLATIONS, torch.ops.redraft.token_tree.default: emit_token_tree}
-"""Of graphs that have the operator."""
+"""The translations of graphs that have the operator."""
 
 
 def _ints(values: list[int]) -> Any:

@@ -21,7 +21,7 @@ from redraft.export.graph import tracing
 from redraft.methods.static_tree import MOST_HEADS, Node, StaticTreeBuild, StaticTreeShape, best_tree
 
 Accuracies = tuple[tuple[float, ...], ...]
-"""How often the candidate of a rank is the verifier's token, by head and rank."""
+"""The share of candidates that are the verifier's token, by head and rank."""
 _RANDOM_RANKS = 10
 _LEAST = 1e-9
 """Least product of accuracies, for a finite logarithm."""

@@ -1,4 +1,4 @@
-"""What rounding does to each product, measured on the rows that a text gives it: one pass of the model in fp32.
+"""Measures the effect of rounding on each product, on the rows that a text gives it: one pass of the model in fp32.
 
 A product's error is the mean square of what rounding its weight and its input changes, over the mean square of its
 result. Smoothing moves a part of the inputs' spread into the weight (SmoothQuant, arXiv 2211.10438, section 4.1):
@@ -35,7 +35,7 @@ SAMPLED_INPUTS, SAMPLED_OUTPUTS = 96, 192
 
 @dataclass
 class Calibration:
-    """What was measured. Products that the pass did not reach are in none of the mappings.
+    """The measurements. Products that the pass did not reach are in none of the mappings.
 
     errors:    by parameter, the relative error by bits.
     smoothing: by first parameter of a product, the factors of its inputs.

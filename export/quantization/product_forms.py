@@ -21,7 +21,7 @@ UNROUNDED = 32
 
 @dataclass(frozen=True)
 class Form:
-    """How a `MatMulNBits` stores its weight.
+    """The form in which a `MatMulNBits` stores its weight.
 
     bits:   4, 8, or UNROUNDED for a MatMul in fp32.   block: inputs that share a scale.
     zeros:  True if zero points are stored.   offsets: True if blocks have offsets, which multiply the block's sum.
@@ -49,7 +49,7 @@ EIGHT_BITS = Form(8)
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """What a build chose for its products. Parameters that are not named have the precision's own bits.
+    """The choices of a build for its products. Parameters that are not named have the precision's own bits.
 
     bits:      4, 8 or UNROUNDED by the name of a weight's parameter.
     smoothing: by the first parameter of a product: positive factors [in] of the weight's inputs. The product's input is

@@ -24,7 +24,7 @@ from redraft.methods.base import GraphSpec, Method, TreeLimits
 
 @dataclass(frozen=True)
 class Row:
-    """What tells a method from the others of its family.
+    """The values of a method that differ within its family.
 
     family:   name of its modules.   runtime: name of the one in runtime/drafters, if it is another.
     summary:  one sentence for command lines.   paper: where it is defined.

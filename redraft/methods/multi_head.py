@@ -50,4 +50,4 @@ METHOD: Method[MultiHeadShape] = Method(
     describe=describe,
     build_options=StaticTreeBuild,
 )
-"""Of the pending tokens, the graph reads the last one."""
+"""The graph reads only the last pending token."""

@@ -147,7 +147,7 @@ NoiseKind = Literal["none", "coupled", "drawn"]
 
 @dataclass(frozen=True, slots=True)
 class DraftNoise:
-    """How candidates follow a request's sampling.
+    """The way in which candidates follow a request's sampling.
 
     temperature: the request's temperature. At 0 candidates have no noise, and the other fields do not count.
     seed:        the request's seed.
