@@ -54,9 +54,9 @@ def build_bundles(request: BuildRequest, report: Reporter) -> list[Built]:
 
     Raises RedraftError; everything that is wrong with the request is found before anything slow.
     """
-    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
-        return list(_run(resolve(request, Path(scratch), report), Path(scratch), report, start))
+        builds = resolve(request, Path(scratch), report)
+        return list(_run(builds, Path(scratch), report, time.monotonic()))
 
 
 def build_bundle(  # noqa: PLR0913 - the options of a build by Python callers
@@ -76,7 +76,7 @@ def build_bundle(  # noqa: PLR0913 - the options of a build by Python callers
 
 
 def _run(builds: Sequence[ResolvedBuild], scratch: Path, report: Reporter, start: float) -> Iterator[Built]:
-    """Build the bundles that are not current, one after the other. start: the time at which the request came."""
+    """Build the bundles that are not current, one after the other. start: the time at which the first one begins."""
     work = SharedWork(builds, scratch)
     for build in builds:
         cached, native = build.current is not None, ""

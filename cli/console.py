@@ -42,18 +42,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]], title: str) -> None:
-    """Print rows of text, the header first: ruled on a terminal, aligned otherwise; all but the first column right."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        ruled = Table(title=title, title_justify="left")
-        for place, name in enumerate(rows[0]):
-            ruled.add_column(name, justify="right" if place else "left")
-        for row in rows[1:]:
-            ruled.add_row(*row)
-        Console().print(ruled)
-        return
+    """Print a title and rows of text, the header first; all but the first column are aligned right."""
     typer.echo(title)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:

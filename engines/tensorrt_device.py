@@ -80,7 +80,6 @@ class TensorRtDevice(CudaDevice):
         super().__init__(bundle, cuda, kernels)
         self.tensorrt = tensorrt
         self._logger = product_logger(tensorrt)
-        self._logger.last_error = ""
         self._files = engines
         self._caches = caches
         self._compiled: dict[Path, Any] = {}

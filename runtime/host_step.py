@@ -24,7 +24,7 @@ from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, FloatArray, IntArray, Outcome, Tree
 
 MOST_STEPS = 128
-"""Most sizes of calls over trees that are stored. Their logits share memory."""
+"""Most sizes of calls over trees that are stored for each slot. Their logits share memory."""
 MOST_PREFILLS = 64
 """Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
 MOST_WIDTHS = 8
@@ -39,7 +39,7 @@ class HostSteps(Steps):
     """
 
     def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
-        super().__init__(MOST_STEPS, MOST_WIDTHS)
+        super().__init__(MOST_STEPS * limits.max_num_seqs, MOST_WIDTHS)
         self.hidden_states = hidden_states
         self._device = device
         self._layers = shape.layers

@@ -128,9 +128,10 @@ def _built(tensorrt: Any, build: EngineBuild, logger: Any, interrupts: Sequence[
     config, settings = builder.create_builder_config(), build.settings
     config.clear_flag(tensorrt.BuilderFlag.TF32)  # which TensorRT sets, and which rounds float32
     config.profiling_verbosity = tensorrt.ProfilingVerbosity.DETAILED
-    for profile in build.profiles:
-        config.add_optimization_profile(_set_ranges(builder.create_optimization_profile(), profile, network))
-    if problem := next(differences(tensorrt, _tensor_types(network), build.inputs, build.outputs), None):
+    profiles = [_set_ranges(builder.create_optimization_profile(), profile, network) for profile in build.profiles]
+    for profile in profiles:
+        config.add_optimization_profile(profile)
+    if problem := next(_network_differences(tensorrt, network, build, profiles), None):
         raise _refusal(build, problem)
     config.set_memory_pool_limit(tensorrt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
     config.max_aux_streams = settings.max_aux_streams
@@ -170,11 +171,26 @@ def parse(tensorrt: Any, builder: Any, logger: Any, build: EngineBuild) -> tuple
     return network, parser
 
 
-def _tensor_types(network: Any) -> dict[str, Any]:
-    """Return TensorRT's types of a network's inputs and outputs by name."""
-    inputs = [network.get_input(number) for number in range(network.num_inputs)]
+def _network_differences(tensorrt: Any, network: Any, build: EngineBuild, profiles: Sequence[Any]) -> Iterator[str]:
+    """Yield lines on a network that differs from the manifest: tensors, types, fixed sizes, and profiles read back."""
+    given = [network.get_input(number) for number in range(network.num_inputs)]
     outputs = [network.get_output(number) for number in range(network.num_outputs)]
-    return {tensor.name: tensor.dtype for tensor in (*inputs, *outputs)}
+    types = {tensor.name: tensor.dtype for tensor in (*given, *outputs)}
+    yield from differences(tensorrt, types, build.inputs, build.outputs)
+    specs = {spec.name: spec for spec in build.inputs}
+    for tensor in given:
+        if (spec := specs.get(tensor.name)) is None:
+            continue
+        shape = tuple(tensor.shape)
+        pairs = zip(spec.shape, shape, strict=False)
+        if len(spec.shape) != len(shape) or any(isinstance(dim, int) and dim != size for dim, size in pairs):
+            yield f"expected {spec.name} {list(spec.shape)}, found {list(shape)}"
+    values = {tensor.name for tensor in given if tensor.is_shape_tensor}
+    for wanted, profile in zip(build.profiles, profiles, strict=True):
+        for name, ranges in wanted.inputs.items():
+            read = profile.get_shape_input(name) if name in values else profile.get_shape(name)
+            if [tuple(each) for each in read] != [ranges.min, ranges.opt, ranges.max]:
+                yield f"expected {name} {ranges} in profile {wanted.name}, found {read}"
 
 
 def _refusal(build: EngineBuild, reason: str) -> BackendError:

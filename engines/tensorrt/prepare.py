@@ -8,6 +8,7 @@ and from 10.10 on by the node's domain. Without the plugin: the operator in Tens
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -196,6 +197,8 @@ def _adjacent(parts: Sequence[ir.ExternalTensor]) -> bool:
 def _copy(part: ir.ExternalTensor, out: BinaryIO) -> None:
     """Copy the bytes of a tensor. onnx_ir's `tofile` refuses files with hard links, which a bundle's weights are."""
     start = part.offset or 0
+    if not os.path.getsize(part.path):
+        raise OSError(f"{part.path} ends within {part.name}")
     with (
         Path(part.path).open("rb") as source,
         mmap(source.fileno(), 0, access=ACCESS_READ) as data,

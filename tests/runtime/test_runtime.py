@@ -136,6 +136,11 @@ def test_ids_of_numpy_are_ids() -> None:
     assert runtime.generate([ids], greedy(3))[0].token_ids == runtime.generate([ids.tolist()], greedy(3))[0].token_ids
 
 
+def test_closing_twice_is_harmless() -> None:
+    with make_runtime() as runtime:
+        runtime.close()
+
+
 def test_empty_prompt_is_the_bare_bos() -> None:
     result = make_runtime(script(b"hi", 1)).generate([""], greedy(2))[0]
     assert (result.text, result.prompt_tokens) == ("hi", 1)

@@ -71,6 +71,12 @@ class OptimizationProfile:
             raise RuntimeError("opt input provided for shape tensor is inconsistent with other inputs.")
         self.values[input] = (tuple(min), tuple(opt), tuple(max))
 
+    def get_shape(self, input: str) -> list[tuple[int, ...]]:
+        return list(self.shapes[input])
+
+    def get_shape_input(self, input: str) -> list[tuple[int, ...]]:
+        return list(self.values[input])
+
 
 def _ordered(*ranges: Any) -> bool:
     return all(list(sizes) == sorted(sizes) for sizes in zip(*ranges, strict=True))

@@ -19,7 +19,7 @@ from redraft.engines.tensorrt_records import Profile, Range
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from tests.standins.tensorrt import FakeTensorRt
-from tests.standins.tensorrt_build import MemoryPoolType, NetworkDefinitionCreationFlag
+from tests.standins.tensorrt_build import MemoryPoolType, NetworkDefinitionCreationFlag, OptimizationProfile
 
 TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "kv_len": Range((2,), (9,), (64,))})
 TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "kv_len": Range((1,), (9,), (64,))})
@@ -83,6 +83,7 @@ def test_tensorrts_log_goes_to_pythons_logging(
     [
         ({"inputs": (TensorSpec("tokens", "int32", ("B", "T")),)}, "expected tokens int32, found"),
         ({"inputs": (TensorSpec("tokens", "int64", ("B", "T")),)}, "unexpected tensor kv_len"),
+        ({"inputs": (TensorSpec("tokens", "int64", ("B",)),)}, r"unexpected|expected tokens \['B'\], found \[-1, -1\]"),
         ({"outputs": (TensorSpec("logits", "float32", ("B", "T")),)}, "expected tensor logits, found none"),
     ],
 )
@@ -92,6 +93,13 @@ def test_a_network_that_is_not_the_manifests_is_refused(
     install()
     with pytest.raises(BackendError, match=rf"cannot build verifier\.tensorrt\.onnx: {line}"):
         build_engine(replace(build, **change))  # type: ignore[arg-type]
+
+
+def test_profiles_are_read_back(install: Install, build: EngineBuild, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setattr(OptimizationProfile, "get_shape", lambda self, name: [(1, 1), (1, 1), (1, 1)])
+    with pytest.raises(BackendError, match=r"expected tokens Range.* in profile tree, found"):
+        build_engine(replace(build, profiles=(TREE,)))
 
 
 def test_profiles_that_the_bindings_refuse_are_one_line(install: Install, build: EngineBuild) -> None:
