@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from redraft import names
-from redraft.config import Precision
+from redraft.config import ROUNDED_BY_PRODUCT, Precision
 from redraft.export.checkpoint.sources import AnySource
 from redraft.export.checkpoint.weight_files import FOLDER, ONNX_TYPES, STORED, NewTensor, Progress, write
 from redraft.export.quantization import dequantize
@@ -46,7 +46,7 @@ def place(  # noqa: PLR0913 - the form of every kind of weight
     """
     placed = {ref.initializer: ref for ref in shared}
     read = [name for name in _parameters(model, source.parameters) if name not in placed]
-    product_plan = (plan or ProductPlan(precision)) if precision in ("int8", "int4") else None
+    product_plan = (plan or ProductPlan(precision)) if precision in ROUNDED_BY_PRODUCT else None
     tensors = quantize_products(model, source, product_plan, logits, placed, keep_attention=plan is None)
     if weight_only:
         tensors = dequantize.dequantize_products(model, source, weight_only, logits)
