@@ -7,6 +7,7 @@ library validates the header before Python reads it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -156,9 +157,25 @@ def read_header(path: Path) -> list[TensorEntry]:
             entries.append(TensorEntry(name, path.name, value["dtype"], shape, 8 + length + begin, end - begin))
         return entries
     except (SafetensorError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is truncated, or has a damaged header ({error!s:.200})", DOWNLOAD_AGAIN
-        ) from error
+        end, size = _end(path), path.stat().st_size
+        if end > size:
+            line = f"{path} is truncated: it should hold {end} bytes and holds {size}"
+        else:
+            line = f"{path} is truncated, or has a damaged header ({error!s:.200})"
+        raise CheckpointError(line, DOWNLOAD_AGAIN) from error
+
+
+def _end(path: Path) -> int:
+    """Return the size of a file by its header; 0 if the header is damaged."""
+    with (
+        contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError),
+        path.open("rb") as stream,
+    ):
+        length = int.from_bytes(stream.read(8), "little")
+        if length <= path.stat().st_size:
+            header = json.loads(stream.read(length))
+            return 8 + length + max(int(value["data_offsets"][1]) for value in header.values() if "shape" in value)
+    return 0
 
 
 def _shards(root: Path) -> list[str]:

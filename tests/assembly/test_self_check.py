@@ -18,8 +18,7 @@ from redraft.assembly.self_check import KnownText, known_texts
 from redraft.config import BuildConfig
 from redraft.engines.manifest import load_manifest
 from redraft.errors import BackendError, UnsupportedModelError
-from redraft.export import verifier
-from redraft.export.graph import attention
+from redraft.export.graph import attention, decoder
 from redraft.export.quantization import products, rounding
 from redraft.export.quantization.calibrate import Calibrator
 from redraft.runtime.tree import make_tree
@@ -68,14 +67,12 @@ def test_too_little_memory_for_the_check_is_an_error(checkpoint, tmp_path, monke
 
 def test_weights_of_another_tensor_are_noticed(checkpoint, tmp_path, monkeypatch):
     """Two projections of equal shape are exchanged, which only a comparison of numbers finds."""
-    honest = verifier._tensors
 
-    def exchanged(network, loaded):
-        tensors = honest(network, loaded)
+    def exchanged(network, stored):
         one, other = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
-        return tensors | {one: tensors[other], other: tensors[one]}
+        return {one: stored[other], other: stored[one]}
 
-    monkeypatch.setattr(verifier, "_tensors", exchanged)
+    monkeypatch.setattr(decoder, "expert_tensors", exchanged)
     with pytest.raises(UnsupportedModelError, match="differ from transformers'"):
         build(checkpoint, tmp_path / "engines")
 
