@@ -76,7 +76,6 @@ def parsed(bundle: Path, *options: str) -> set[str]:
     return {each["graph"] for each in found}
 
 
-ALL = {"eagle", "eagle2", "eagle3", "fspad", "griffin", "hass", "lyanna", "medusa", "mtp", "steered"}
 DRAFT_MODEL = ("--drafter", "dm=random,method=draft_model,draft_vocabulary=512", "--skip-check")
 
 
@@ -85,7 +84,8 @@ DRAFT_MODEL = ("--drafter", "dm=random,method=draft_model,draft_vocabulary=512",
     ("release", "attention", "options", "drafters"),
     [
         ("10.9.0.34", "plugin", (), {"lyanna"}),
-        ("10.15.1", "plugin", ("--drafter", "all", *DRAFT_MODEL), {*ALL, "dm"}),
+        ("10.15.1", "plugin", ("--drafter", "lyanna", *DRAFT_MODEL), {"lyanna", "dm"}),
+        ("10.16.1", "native", (), {"lyanna"}),
         ("10.16.1", "native", ("--drafter", "lyanna", *DRAFT_MODEL), {"lyanna", "dm"}),
     ],
 )
@@ -93,7 +93,10 @@ def test_every_graph_is_taken(
     release: str, attention: Literal["plugin", "native"], options: tuple[str, ...], drafters: set[str], build: Build,
     built: list[str], tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Of the embedded model and of its drafters, by a parser of TensorRT, which builds those of all drafters too."""
+    """Of the embedded model and of its drafters, by a parser of TensorRT.
+
+    TensorRT's own KV update takes no draft model's buffers, whose number of rows varies: that graph is only checked.
+    """
     out = tmp_path / "tiny"
     command = ("-o", out, "--precision", "fp16", "--attention", attention, *options)
     assert build(release, *command) == 0, capsys.readouterr().err
@@ -106,10 +109,11 @@ def test_every_graph_is_taken(
     assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
     for graph in bundle.manifest.all_graphs.values():
         onnx.checker.check_model(out / graph.file, full_check=True)
-    assert parsed(out, *(["--build"] if len(drafters) > 2 else [])) == set(record.engines)
+    if attention == "plugin" or "dm" not in drafters:
+        assert parsed(out) == set(record.engines)
     assert build(release, *command) == 0
     assert len(built) == len(record.engines)  # the second build did nothing
-    for decoder in {"dm.draft", "steered.steer", "steered.draft"} & drafted:
+    for decoder in {"dm.draft"} & drafted:
         assert [profile.name for profile in record.engines[decoder].profiles] == ["prefill", "tree", "token"]
 
     capsys.readouterr()
