@@ -109,7 +109,8 @@ def check_texts(engines: Path, run: Run, *methods: str) -> None:
         texts.append(run(*command, methods[0], "--device", "cpu", "--budget", "nodes=6,depth=3,width=2"))
         assert len({str(text["token_ids"]) for text in texts}) == 1
         assert texts[0]["metrics"]["num_spec_steps"] > 0
-        assert texts[-1]["metrics"]["num_draft_tokens"] > 20
+        fewest = 0 if methods[0] == "steered" else 20  # a steered student's drafts end early
+        assert texts[-1]["metrics"]["num_draft_tokens"] > fewest
 
 
 def test_a_steered_drafter_from_training_to_text(
