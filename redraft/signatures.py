@@ -40,7 +40,7 @@ def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
         TensorSpec(names.CACHE_LEN, "int64", ("B",)),
         TensorSpec(names.KV_LEN, "int64", (1,)),
         TensorSpec(names.OUTPUT_ROWS, "int64", ("B", "R")),
-        *(TensorSpec(cache, shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches(shape)),
+        *verifier_state(shape),
     )
 
 
@@ -52,10 +52,7 @@ def verifier_outputs(shape: VerifierShape, hidden_states: tuple[str, ...]) -> tu
             TensorSpec(names.hidden_states(hidden_state), shape.dtype, ("B", "T", shape.hidden))
             for hidden_state in hidden_states
         ),
-        *(
-            TensorSpec(names.present(cache), shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
-            for cache in caches(shape)
-        ),
+        *in_place(verifier_state(shape)),
     )
 
 
@@ -133,7 +130,7 @@ def compact_kv_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
 
 def compact_kv_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Outputs of `STEP_COMPACT_KV`: each buffer, in place, with row cache_len + path[i] copied to cache_len + i."""
-    return copy_slot_outputs(verifier_state(shape))
+    return in_place(verifier_state(shape))
 
 
 def gather_features_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
@@ -141,7 +138,7 @@ def gather_features_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "F", shape.hidden)),
         TensorSpec(names.PATH, "int64", ("B", "T")),
-        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
+        _pending_features(shape),
         TensorSpec(names.PENDING_OFFSET, "int64", ("B",)),
     )
 
@@ -151,14 +148,11 @@ def gather_features_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
 
     W is at least pending_offset + T.
     """
-    return (
-        TensorSpec(
-            names.present(names.PENDING_FEATURES),
-            shape.dtype,
-            ("B", "W", shape.hidden),
-            in_place_of=names.PENDING_FEATURES,
-        ),
-    )
+    return in_place((_pending_features(shape),))
+
+
+def _pending_features(shape: VerifierShape) -> TensorSpec:
+    return TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden))
 
 
 def store_trees_inputs() -> tuple[TensorSpec, ...]:
@@ -176,7 +170,7 @@ def store_trees_inputs() -> tuple[TensorSpec, ...]:
 
 def store_trees_outputs() -> tuple[TensorSpec, ...]:
     """Outputs of `STEP_STORE_TREES`: the stored trees, in place. Nodes past a new tree's K are children of its root."""
-    return copy_slot_outputs(_stored_trees())
+    return in_place(_stored_trees())
 
 
 def _stored_trees() -> tuple[TensorSpec, ...]:
@@ -194,7 +188,7 @@ def step_signatures(shape: VerifierShape, gathers: bool) -> dict[str, Signature]
         names.STEP_ACCEPT: (accept_inputs(shape), accept_outputs()),
         names.STEP_ACCEPT_SAMPLED: (accept_sampled_inputs(shape), accept_outputs()),
         names.STEP_COMPACT_KV: (compact_kv_inputs(shape), compact_kv_outputs(shape)),
-        names.STEP_COPY_SLOT: (copy_slot_inputs(verifier_state(shape)), copy_slot_outputs(verifier_state(shape))),
+        names.STEP_COPY_SLOT: (copy_slot_inputs(verifier_state(shape)), in_place(verifier_state(shape))),
     }
     if gathers:
         found[names.STEP_GATHER_FEATURES] = (gather_features_inputs(shape), gather_features_outputs(shape))
@@ -208,8 +202,8 @@ def copy_slot_inputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return (*slots, *tensors)
 
 
-def copy_slot_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Outputs of a graph that copies a slot: the same tensors, in place."""
+def in_place(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Outputs of a graph that updates these inputs in place, as one that copies a slot does."""
     return tuple(replace(spec, name=names.present(spec.name), in_place_of=spec.name) for spec in tensors)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.plugins.checks import checks
-from tests.plugins.devices import Captured, DeviceMemory, capture, missing_device
+from tests.plugins.devices import Captured, capture, missing_device
 
 from experiments.kernels.floors import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
 from experiments.kernels.problems import AttentionProblem, Call, CompactionProblem, Way
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, report: Sections) -> None:
     if kernels.on_cpu:
         raise KernelError("expected a library of kernels for the GPU, found the CPU build")
     report.put("environment", device_environment())
-    for entry in checks(kernels, DeviceMemory):
+    for entry in checks(kernels):
         report.add("checks", entry)
     if options.check:
         return

@@ -43,7 +43,8 @@ from redraft.export.drafters.writing import Target, examples, stem
 from redraft.export.graph import passes, tracing
 from redraft.export.graph.decoder import finish
 from redraft.methods.base import resampled_nodes
-from redraft.methods.lyanna import FREQUENT_TOKENS, LARGE_VOCABULARY, LyannaBuild, LyannaShape, tree_size
+from redraft.methods.chains import whole_tree
+from redraft.methods.lyanna import FREQUENT_TOKENS, LARGE_VOCABULARY, LyannaBuild, LyannaShape
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
             f"the drafter was trained for {config.steps} steps, not {steps}",
             f"build it with at most steps={config.steps}",
         )
-    nodes = min(options.nodes + 1, tree_size(steps, options.width))
+    nodes = min(options.nodes + 1, whole_tree(steps, options.width))
     resampled = options.resample_nodes or resampled_nodes(nodes - 1)
     large = not config.draft_vocab_size and config.vocab_size > LARGE_VOCABULARY
     drafted = config.limited(options.draft_vocabulary or (FREQUENT_TOKENS if large else None))
@@ -218,7 +219,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
         steps=steps,
         width=options.width,
         nodes=nodes,
-        resample_nodes=min(resampled + 1, nodes, tree_size(steps - 1, options.width)),
+        resample_nodes=min(resampled + 1, nodes, whole_tree(steps - 1, options.width)),
         token_info=options.token_info,
         draft_vocabulary=drafted,
         rank=config.rank,
@@ -281,5 +282,5 @@ class _Resample(nn.Module):
         wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # TensorRT's Clip takes floats only
         left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, H]
         tree = _tree(self.shape, left, sampling, tokens, tables, nodes, first_step - 1)
-        sizes = [min(tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
+        sizes = [min(whole_tree(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))

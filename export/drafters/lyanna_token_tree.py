@@ -33,8 +33,7 @@ from onnxscript.onnx_opset import opset24 as op
 
 from redraft.export.drafters.level_tree import CERTAIN, IMPOSSIBLE, LESS
 from redraft.export.graph import tracing
-from redraft.methods.chains import DRAWN_LOG_PROB
-from redraft.methods.lyanna import tree_size
+from redraft.methods.chains import DRAWN_LOG_PROB, whole_tree
 from redraft.methods.lyanna_token_info import FP8
 
 
@@ -70,7 +69,7 @@ def emit_token_tree(
     of_ranks = op.Constant(value_floats=[DRAWN_LOG_PROB * (rank + 1) for rank in range(width)])
     zeros = op.Sub(root_column, root_column)
     frontier, joint, places = root_column, op.CastLike(zeros, step_logits), zeros
-    columns, parents, joints = [root_column], [op.Add(zeros, _ints([tree_size(steps, width)]))], [joint]
+    columns, parents, joints = [root_column], [op.Add(zeros, _ints([whole_tree(steps, width)]))], [joint]
     for step, logits in enumerate(splits):
         log_probs = op.LogSoftmax(op.Mul(op.Add(logits, _emit_lookup(tables, frontier)), factor), axis=-1)  # [B, W, H]
         best, chosen = op.TopK(log_probs, _ints([width]))  # [B, W, k]
@@ -85,13 +84,13 @@ def emit_token_tree(
         parents.append(op.Gather(places, _ints([node for node in range(siblings) for _ in range(width)]), axis=1))
         joints.append(reached)
         if step + 1 < steps:
-            offset = _ints([tree_size(step, width)])
+            offset = _ints([whole_tree(step, width)])
             joint, going_on = op.TopK(reached, _ints([width]))
             frontier, places = op.GatherElements(chosen, going_on, axis=1), op.Add(going_on, offset)
     every = [op.Concat(*parts, axis=1) for parts in (columns, parents, joints)]
     if not whole:
         every[2] = op.Add(every[2], _beyond(used, steps, width))
-    return _emit_top_nodes(every[0], every[1], every[2], nodes, zeros, tree_size(steps, width))
+    return _emit_top_nodes(every[0], every[1], every[2], nodes, zeros, whole_tree(steps, width))
 
 
 def _emit_lookup(tables: Sequence[Any], rows: Any) -> Any:

@@ -203,7 +203,7 @@ def _copy_slot(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
     for spec in state:
         rows = builder.add("Gather", spec.name, names.SOURCE_SLOT, axis=0)
         builder.add("ScatterND", spec.name, target, rows, output=names.present(spec.name))
-    return builder.model(name, signatures.copy_slot_inputs(state), signatures.copy_slot_outputs(state))
+    return builder.model(name, signatures.copy_slot_inputs(state), signatures.in_place(state))
 
 
 class _Builder:

@@ -15,7 +15,7 @@ from redraft import names
 from redraft.errors import UsageError
 from redraft.names import TensorSpec
 from redraft.records import PositiveInt, from_plain
-from redraft.signatures import Signature, copy_slot_inputs, copy_slot_outputs
+from redraft.signatures import Signature, copy_slot_inputs, in_place
 
 S = TypeVar("S")
 Rows = Literal["none", "last", "all"]
@@ -23,21 +23,6 @@ Sizes = tuple[int, int, int]
 """Smallest, tuned and largest value of a symbol."""
 PREFILL, TOKEN, TREE = "prefill", "token", "tree"
 """Names of engine profiles: after a prompt, for one token, for a step with a tree."""
-
-
-def no_sizes(shape: Any) -> Mapping[str, Any]:
-    """Return an empty mapping."""
-    return {}
-
-
-def always(shape: Any) -> bool:
-    """Return True: every drafter of the method has the graph."""
-    return True
-
-
-def no_tensors(shape: Any) -> tuple[TensorSpec, ...]:
-    """Return no tensors."""
-    return ()
 
 
 @dataclass(frozen=True)
@@ -56,10 +41,10 @@ class GraphSpec(Generic[S]):
 
     inputs: Callable[[S], tuple[TensorSpec, ...]]
     outputs: Callable[[S], tuple[TensorSpec, ...]]
-    exists: Callable[[S], bool] = always
+    exists: Callable[[S], bool] = lambda shape: True
     profiles: Mapping[str, Mapping[str, Sizes]] = field(default_factory=lambda: {TREE: {}})
-    integers: Callable[[S], Mapping[str, tuple[int, int]]] = no_sizes
-    looked_up: Callable[[S], Mapping[str, int]] = no_sizes
+    integers: Callable[[S], Mapping[str, tuple[int, int]]] = lambda shape: {}
+    looked_up: Callable[[S], Mapping[str, int]] = lambda shape: {}
     chain_steps: Callable[[S], int] | None = None
     decoder: bool = False
 
@@ -136,9 +121,9 @@ class Method(Generic[S]):
     rows: Rows = "none"
     graphs: Mapping[str, GraphSpec[S]] = field(default_factory=dict)
     shape: type[S] | None = None
-    state: Callable[[S], tuple[TensorSpec, ...]] = no_tensors
+    state: Callable[[S], tuple[TensorSpec, ...]] = lambda shape: ()
     spare_rows: int = 0
-    tables: Callable[[S], tuple[TensorSpec, ...]] = no_tensors
+    tables: Callable[[S], tuple[TensorSpec, ...]] = lambda shape: ()
     limits: Callable[[S], TreeLimits] = lambda shape: TreeLimits(0, 0, 0)
     describe: Callable[[S], str] = lambda shape: ""
     options: type[Any] = NoOptions
@@ -183,5 +168,5 @@ class Method(Generic[S]):
         """Return inputs and outputs by role, including the graph that copies the state to another slot."""
         found = {role: self.graphs[role].signature(shape) for role in self.roles(shape)}
         if state := self.state(shape):
-            found[names.COPY_SLOT] = (copy_slot_inputs(state), copy_slot_outputs(state))
+            found[names.COPY_SLOT] = (copy_slot_inputs(state), in_place(state))
         return found

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from redraft import names, noise_spec
-from redraft.methods.base import PREFILL, TREE, GraphSpec
-from redraft.names import Dim, TensorSpec
+from redraft.methods.base import PREFILL, TREE, GraphSpec, TreeLimits
+from redraft.names import TensorSpec
 from redraft.records import PositiveInt
+from redraft.signatures import in_place
 
 _DRAFT_PROFILES = {PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}}
 """TensorRT profiles of a draft graph: many rows after a prompt, few in a step."""
@@ -58,7 +59,7 @@ def draft_outputs(shape: Shape) -> tuple[TensorSpec, ...]:
 
     A level's logits are those of its best node. If candidates are drawn, these nodes are the chain of first draws.
     """
-    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
+    return (*tree_outputs(shape.nodes), chain_logits(shape), *in_place(_caches(shape)))
 
 
 def draft_integers(shape: Shape) -> Mapping[str, tuple[int, int]]:
@@ -135,14 +136,6 @@ def describe_vocabulary(shape: Shape) -> str:
     return "" if tokens == shape.vocabulary else f", {tokens} of {shape.vocabulary} tokens"
 
 
-def chain_updates(shape: Shape) -> tuple[TensorSpec, ...]:
-    """Return the outputs that update the KV buffers in place."""
-    dims = _cache_dims(shape)
-    return tuple(
-        TensorSpec(names.present(cache.name), shape.dtype, dims, in_place_of=cache.name) for cache in _caches(shape)
-    )
-
-
 def chain_state(shape: Shape) -> tuple[TensorSpec, ...]:
     """Return the tensors of a slot: KV, logits of the last draft's steps, and pending rows of its hidden states."""
     return (*_caches(shape), chain_logits(shape), *pending_features(shape, _states(shape)))
@@ -172,13 +165,15 @@ def tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
 
 def whole_tree(steps: int, width: int) -> int:
     """Return the nodes of a whole tree, root included: `width` candidates of the root, and of `width` nodes a level."""
-    return 1 + width + (steps - 1) * width * width
+    return 1 + width + (steps - 1) * width * width if steps else 1
 
 
-def _cache_dims(shape: Shape) -> tuple[Dim, ...]:
-    return ("B", shape.kv_heads, "C", shape.head_dim)
+def tree_limits(shape: Shape) -> TreeLimits:
+    """Return the largest tree. From the second level on, `width` nodes have `width` candidates each."""
+    width = shape.width if shape.steps == 1 else shape.width**2
+    return TreeLimits(shape.steps, min(width, shape.nodes - 1), shape.nodes - 1)
 
 
 def _caches(shape: Shape) -> tuple[TensorSpec, ...]:
-    dims = _cache_dims(shape)
+    dims = "B", shape.kv_heads, "C", shape.head_dim
     return tuple(TensorSpec(name, shape.dtype, dims) for name in (names.key_cache(0), names.value_cache(0)))

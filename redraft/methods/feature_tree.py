@@ -20,13 +20,14 @@ from dataclasses import dataclass
 
 from redraft import names
 from redraft.errors import UsageError
-from redraft.methods.base import BuildOptions, Method, TreeLimits
+from redraft.methods.base import BuildOptions, Method
 from redraft.methods.chains import (
     ChainShape,
     chain_state,
     describe_vocabulary,
     draft_graph,
     draft_vocabulary_tables,
+    tree_limits,
     whole_tree,
 )
 from redraft.names import DRAFT, Dtype
@@ -84,11 +85,6 @@ class FeatureTreeShape(ChainShape):
     dtype: Dtype = "float32"
 
 
-def _level_width(shape: FeatureTreeShape) -> int:
-    """Return the most nodes of a level: `width` candidates of each of `width` nodes, below the first level."""
-    return min(shape.width if shape.steps == 1 else shape.width**2, shape.nodes - 1)
-
-
 def _describe(shape: FeatureTreeShape) -> str:
     kind = "static trees" if shape.static else "trees"
     tree = f", {kind} {shape.width} wide of {shape.nodes - 1} nodes" if shape.width > 1 else ""
@@ -105,7 +101,7 @@ METHOD: Method[FeatureTreeShape] = Method(
     state=chain_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
     tables=draft_vocabulary_tables,
-    limits=lambda shape: TreeLimits(shape.steps, _level_width(shape), shape.nodes - 1),
+    limits=tree_limits,
     describe=_describe,
     build_options=FeatureTreeBuild,
 )

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from redraft import names
 from redraft.methods import chains
-from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
+from redraft.methods.base import BuildOptions, GraphSpec, Method
 from redraft.methods.chains import (
     ChainShape,
     chain_logits,
@@ -26,6 +26,7 @@ from redraft.methods.chains import (
     draft_integers,
     draft_vocabulary_tables,
     sampling_inputs,
+    tree_limits,
     tree_outputs,
 )
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
@@ -148,16 +149,6 @@ def resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     return (*tree_outputs(shape.resample_nodes), TensorSpec(names.TREE_COUNT, "int64", ("B",)))
 
 
-def tree_size(steps: int, width: int) -> int:
-    """Return the nodes of a whole tree of Algorithm 1, root included."""
-    return chains.whole_tree(steps, width) if steps else 1
-
-
-def level_width(shape: LyannaShape) -> int:
-    """Return the most nodes of a level: after the first level, `width` nodes have `width` children each."""
-    return min(shape.width if shape.steps == 1 else shape.width**2, max(shape.nodes - 1, 1))
-
-
 def _integers(shape: LyannaShape) -> Mapping[str, tuple[int, int]]:
     return {
         names.FIRST_STEP: (1, max(1, shape.steps - 1)),
@@ -198,7 +189,7 @@ METHOD: Method[LyannaShape] = Method(
     state=chain_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
     tables=tables,
-    limits=lambda shape: TreeLimits(shape.steps, level_width(shape), shape.nodes - 1),
+    limits=tree_limits,
     describe=lambda shape: (
         f"{shape.steps} steps, {shape.width} wide, {shape.nodes - 1} nodes, {shape.resample_nodes - 1} resampled, "
         f"token information in {shape.token_info}{describe_vocabulary(shape)}"

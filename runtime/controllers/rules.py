@@ -149,21 +149,13 @@ class GammaTune(LengthRule):
 
 
 @dataclass(frozen=True)
-class GammaTunePlus(GammaTune):
+class GammaTunePlus(GammaTune, Confidence):
     """GammaTune whose drafts also end after a token of low probability (§4.2), as in `confidence`.
 
-    The paper gives no threshold (τ) either; the same sweep chose it.
+    The paper gives no threshold (τ) either; the same sweep chose it. The first length is GammaTune's.
     """
 
     threshold: float = 0.7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share("threshold", self.threshold)
-
-    @property
-    def confidence(self) -> float:
-        return self.threshold
 
 
 SCALE = 0.15

@@ -10,7 +10,7 @@ from collections import abc
 from functools import cached_property, partial
 
 from redraft import names
-from redraft.methods.lyanna import tree_size
+from redraft.methods.chains import whole_tree
 from redraft.methods.lyanna_token_info import lookup
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.candidate_noise import AddedLogits
@@ -26,7 +26,7 @@ class LyannaDrafter(HiddenStateDrafter):
     def _left(self) -> list[int]:
         """Nodes of a resampled tree by the number of used steps."""
         steps, width = self.shape.steps, self.shape.width
-        return [min(tree_size(steps - used, width), self.shape.resample_nodes) for used in range(steps + 1)]
+        return [min(whole_tree(steps - used, width), self.shape.resample_nodes) for used in range(steps + 1)]
 
     @property
     def added_logits(self) -> AddedLogits:

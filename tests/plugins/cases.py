@@ -1,4 +1,4 @@
-"""Random problems of the kernels, their answers in NumPy, and the kernels' answers on the host or on a device."""
+"""Random problems of the kernels, their answers in NumPy, and the answers of the CPU build or of a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from redraft.plugins.library import DTYPES, AttentionArgs, CompactArgs, Kernels
 from redraft.runtime.tree import ancestor_mask
+
+from .devices import DeviceMemory
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6}
@@ -150,7 +152,6 @@ class HostMemory:
         self.held: dict[int, tuple[NDArray, NDArray]] = {}
 
     def put(self, array: NDArray) -> int:
-        """See `Memory`."""
         whole = np.full(array.nbytes + 2 * GUARD, 7, dtype=np.uint8)
         inner = whole[GUARD:-GUARD].view(array.dtype).reshape(array.shape)
         inner[...] = array
@@ -158,7 +159,6 @@ class HostMemory:
         return inner.ctypes.data
 
     def get(self, address: int, like: NDArray) -> NDArray:
-        """See `Memory`."""
         for _, whole in self.held.values():
             assert (whole[:GUARD] == 7).all()
             assert (whole[-GUARD:] == 7).all()
@@ -193,8 +193,22 @@ def attention_args(
     )  # fmt: skip
 
 
-def attend(kernels: Kernels, case: Case, memory: Memory, **options: Any) -> tuple[NDArray, NDArray, NDArray]:
-    """Return out [B, T, Hq, D] and the caches afterwards. options: those of `attention_args`."""
+def memory_of(kernels: Kernels) -> Memory:
+    """Return new memory whose addresses these kernels take."""
+    return HostMemory() if kernels.on_cpu else DeviceMemory()
+
+
+def attend(
+    kernels: Kernels, case: Case, *, order: int = 0, truncate: bool = False, **options: Any
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Return out [B, T, Hq, D] and the caches afterwards. Fails if the CPU build wrote past an array's end.
+
+    order, truncate: of the CPU build (`Kernels.set_order`, `Kernels.truncate_sums`).   options: of `attention_args`.
+    """
+    if kernels.on_cpu:
+        kernels.set_order(order)
+        kernels.truncate_sums(truncate)
+    memory = memory_of(kernels)
     args = attention_args(case, memory, **options)
     scratch = np.full(kernels.workspace_bytes(args), 255, dtype=np.uint8)
     kernels.attend(args, memory.put(scratch), scratch.nbytes)
@@ -203,19 +217,11 @@ def attend(kernels: Kernels, case: Case, memory: Memory, **options: Any) -> tupl
     return out, keys, values
 
 
-def run(
-    kernels: Kernels, case: Case, *, order: int = 0, truncate: bool = False, **options: Any
-) -> tuple[NDArray, NDArray, NDArray]:
-    """Attend by the CPU build. Fails if a kernel wrote past an array's end."""
-    kernels.set_order(order)
-    kernels.truncate_sums(truncate)
-    return attend(kernels, case, HostMemory(), **options)
-
-
 def compact(
-    kernels: Kernels, caches: list[NDArray], cache_len: NDArray, paths: NDArray, lengths: NDArray, memory: Memory
+    kernels: Kernels, caches: list[NDArray], cache_len: NDArray, paths: NDArray, lengths: NDArray
 ) -> list[NDArray]:
     """Return the caches [B, Hkv, C, D] afterwards."""
+    memory = memory_of(kernels)
     addresses = [memory.put(cache) for cache in caches]
     batch, kv_heads, capacity, head_dim = caches[0].shape
     dtype = {kind: name for name, kind in NUMPY.items()}[caches[0].dtype]

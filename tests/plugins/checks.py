@@ -2,15 +2,15 @@
 
     python -m tests.plugins.checks
 
-They cover every type and head size with each number of query rows a tile may have. They also cover every feature of a
-call in each type, compaction, and calls of random sizes and features. The host computes references, so the device runs
-only the kernels and copies.
+They cover every type and head size with each number of query rows a tile may have, in batches of long and empty
+prefixes. They also cover every feature of a call in each type, compaction, and calls of random sizes and features. The
+host computes references, so the device runs only the kernels and copies.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,7 +23,6 @@ from redraft.plugins.library import DTYPES, HEAD_DIMS, Kernels, open_kernels
 from .cases import (
     NUMPY,
     HostMemory,
-    Memory,
     attend,
     attention_args,
     compact,
@@ -51,16 +50,17 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def checks(kernels: Kernels, memory: Callable[[], Memory], kv_len: int = 517) -> Iterator[dict[str, Any]]:
+def checks(kernels: Kernels, kv_len: int = 517) -> Iterator[dict[str, Any]]:
     """Yield one entry for each correct call. Raises KernelError at the first wrong one."""
+    lengths = [kv_len, 0, kv_len // 2]
     for dtype, (name, features) in product(DTYPES, FEATURES.items()):
-        yield _attended(kernels, memory(), name, dtype, [kv_len] * BATCH, 20, (4, 2), 64, features)
+        yield _attended(kernels, name, dtype, lengths, 20, (4, 2), 64, features)
     for dtype, path in product(DTYPES, (1, 4, 19)):
-        yield _compacted(kernels, memory(), dtype, path)
+        yield _compacted(kernels, dtype, path)
     for dtype, head_dim, (nodes, heads) in product(DTYPES, HEAD_DIMS, TREES):
-        yield _attended(kernels, memory(), "tree", dtype, [kv_len] * BATCH, nodes, heads, head_dim, {})
+        yield _attended(kernels, "tree", dtype, lengths, nodes, heads, head_dim, {})
     for dtype, seed in product(DTYPES, range(RANDOM_CALLS)):
-        yield _attended(kernels, memory(), "random", dtype, *_random(seed, kv_len))
+        yield _attended(kernels, "random", dtype, *_random(seed, kv_len))
 
 
 def _random(seed: int, longest: int) -> tuple[list[int], int, tuple[int, int], int, dict[str, Any]]:
@@ -77,15 +77,15 @@ def _random(seed: int, longest: int) -> tuple[list[int], int, tuple[int, int], i
 
 
 def _attended(
-    kernels: Kernels, memory: Memory, name: str, dtype: str, cache_len: list[int], nodes: int, heads: tuple[int, int],
-    head_dim: int, features: dict[str, Any],
+    kernels: Kernels, name: str, dtype: str, cache_len: list[int], nodes: int, heads: tuple[int, int], head_dim: int,
+    features: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     options = {"bits": False} | {key: value for key, value in features.items() if key in ("bits", "write")}
     shape = {key: value for key, value in features.items() if key not in options}
     case = random_case(nodes, dtype, head_dim, cache_len, nodes, heads, scale=head_dim**-0.5, **shape)
     _, keys, values = reference(case)
     given = case if options.get("write", True) else replace(case, key_cache=keys, value_cache=values)
-    out, *caches = attend(kernels, given, memory, **options)
+    out, *caches = attend(kernels, given, **options)
     error, ratio = relative_error(case, out), error_of(case, out, truncated=True)
     what = f"{dtype}, head size {head_dim}, {nodes} nodes, {name}"
     if not ratio < 1:
@@ -96,18 +96,16 @@ def _attended(
     return {"dtype": dtype, "head_dim": head_dim, "nodes": nodes, "what": name, "rows": rows, "error": error}
 
 
-def _compacted(kernels: Kernels, memory: Memory, dtype: str, path: int) -> dict[str, Any]:
+def _compacted(kernels: Kernels, dtype: str, path: int) -> dict[str, Any]:
     rng = np.random.default_rng(path)
     caches = [rng.standard_normal((BATCH, 2, 30 + 2 * path + 1, 80)).astype(NUMPY[dtype]) for _ in range(4)]
     paths = np.tile(2 * np.arange(1, path + 1), (BATCH, 1))  # every second row after the root
     given = caches, np.full(BATCH, 30), paths, np.full(BATCH, path)
-    if not all(map(same_bits, compact(kernels, *given, memory), compacted(*given))):
+    if not all(map(same_bits, compact(kernels, *given), compacted(*given))):
         raise KernelError(f"{dtype}, compaction of {path} rows: expected the accepted rows in order, found others")
     return {"dtype": dtype, "what": "compaction", "path": path}
 
 
 if __name__ == "__main__":
-    from .devices import DeviceMemory
-
-    for entry in checks(open_kernels(), DeviceMemory):
+    for entry in checks(open_kernels()):
         print(json.dumps(entry))

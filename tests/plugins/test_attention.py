@@ -1,4 +1,4 @@
-"""The attention kernels' own source, run on the CPU, against float64."""
+"""The attention kernels against float64, where the checks of all kernels (`test_checks.py`) do not reach."""
 
 from __future__ import annotations
 
@@ -11,30 +11,15 @@ import torch
 from redraft.export.graph.tree_attention import tree_attention
 from redraft.plugins.library import HEAD_DIMS, Kernels
 
-from .cases import TOLERANCE, Case, error_of, random_case, reference, run, same_bits, with_lengths
-
-DTYPES = tuple(TOLERANCE)
+from .cases import Case, attend, error_of, random_case, reference, same_bits, with_lengths
 
 
 def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> None:
-    out, keys, values = run(kernels, case, **how)
+    out, keys, values = attend(kernels, case, **how)
     _, expected_keys, expected_values = reference(case)
-    assert error_of(case, out, bool(how.get("truncate"))) < 1
+    assert error_of(case, out, truncated=not kernels.on_cpu or bool(how.get("truncate"))) < 1
     assert same_bits(keys, expected_keys)
     assert same_bits(values, expected_values)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(
-    ("nodes", "heads"),
-    [(1, (1, 1)), (13, (4, 2)), (20, (3, 3)), (23, (6, 2))],
-    ids=["one node", "16 rows and more", "32 rows", "64 rows and more"],
-)
-def test_random_trees_in_a_ragged_batch(
-    kernels: Kernels, dtype: str, head_dim: int, nodes: int, heads: tuple[int, int]
-) -> None:
-    assert_right(kernels, random_case(nodes, dtype, head_dim, [70, 0, 131, 64], nodes, heads))
 
 
 @pytest.mark.parametrize(
@@ -52,24 +37,25 @@ def test_float32_with_sums_cut_off_as_tensor_cores_do(
 ) -> None:
     case = random_case(13, "float32", head_dim, cache_len, nodes, heads, **options)
     assert_right(kernels, case, truncate=True)
-    assert not same_bits(run(kernels, case)[0], run(kernels, case, truncate=True)[0])
+    assert not same_bits(attend(kernels, case)[0], attend(kernels, case, truncate=True)[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_len", [[0], [7, 90]])
-def test_causal_chunks(kernels: Kernels, dtype: str, cache_len: list[int]) -> None:
-    assert_right(kernels, random_case(3, dtype, 64, cache_len, 100, (2, 1), causal=True))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_causal_chunks(any_kernels: Kernels, dtype: str) -> None:
+    assert_right(any_kernels, random_case(3, dtype, 64, [0, 90, 7], 100, (2, 1), causal=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_trees(kernels: Kernels, dtype: str) -> None:
-    assert_right(kernels, random_case(5, dtype, 128, [33], 256, (1, 1)))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_largest_trees(any_kernels: Kernels, dtype: str) -> None:
+    assert_right(any_kernels, random_case(5, dtype, 128, [33 if any_kernels.on_cpu else 1131], 256, (1, 1)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ctas", [1, 2, 7, 64, 300])
-def test_a_long_prefix_shared_among_any_number_of_blocks(kernels: Kernels, dtype: str, ctas: int) -> None:
-    assert_right(kernels, random_case(6, dtype, 64, [3000, 12, 700], 4, (2, 1)), ctas=ctas)
+@pytest.mark.parametrize(
+    ("dtype", "ctas"),
+    [*(("float16", ctas) for ctas in (1, 2, 7, 64, 300)), ("bfloat16", 7), ("float32", 7)],
+)
+def test_a_long_prefix_shared_among_any_number_of_blocks(any_kernels: Kernels, dtype: str, ctas: int) -> None:
+    assert_right(any_kernels, random_case(6, dtype, 64, [3000, 12, 700], 4, (2, 1)), ctas=ctas)
 
 
 def test_blocks_share_units_of_several_row_blocks(kernels: Kernels) -> None:
@@ -78,51 +64,32 @@ def test_blocks_share_units_of_several_row_blocks(kernels: Kernels) -> None:
         assert_right(kernels, case, ctas=ctas)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("order", [1, 2, 3, 4, 5])
-def test_threads_may_take_turns_in_any_order(kernels: Kernels, dtype: str, order: int) -> None:
+@pytest.mark.parametrize(("dtype", "orders"), [("float16", (1, 2, 3)), ("float32", (1, 4, 5))])
+def test_threads_may_take_turns_in_any_order(kernels: Kernels, dtype: str, orders: tuple[int, ...]) -> None:
+    """Copies arrive at once in odd orders, late in even ones."""
     case = random_case(8, dtype, 80, [150, 3], 20, (4, 2))
-    assert all(map(same_bits, run(kernels, case, ctas=4), run(kernels, case, ctas=4, order=order)))
+    expected = attend(kernels, case, ctas=4)
+    for order in orders:
+        assert all(map(same_bits, expected, attend(kernels, case, ctas=4, order=order)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nodes_past_a_trees_count_are_neither_seen_nor_written(kernels: Kernels, dtype: str) -> None:
-    case = random_case(9, dtype, 96, [70, 40, 5], 12, (4, 2), counts=[12, 3, 0])
-    out, keys, _ = run(kernels, case)
-    assert_right(kernels, case)
-    assert not out[1, 3:].any()
-    assert not out[2].any()
-    assert np.isnan(keys[1, :, 43:].astype(np.float32)).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 64, 70, 100])
 @pytest.mark.parametrize("causal", [False, True])
-def test_windows(kernels: Kernels, dtype: str, window: int, causal: bool) -> None:
-    assert_right(kernels, random_case(10, dtype, 64, [200, 3, 64], 20, (2, 1), causal=causal, window=window))
+def test_windows(any_kernels: Kernels, window: int, causal: bool) -> None:
+    assert_right(any_kernels, random_case(10, "float16", 64, [200, 3, 64], 20, (2, 1), causal=causal, window=window))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_softcap(kernels: Kernels, dtype: str) -> None:
-    case = random_case(11, dtype, 64, [90], 8, softcap=2.0, scale=0.5)
-    assert error_of(replace(case, softcap=0.0), run(kernels, case)[0]) > 5  # the cap changes this problem's answer
-    assert_right(kernels, case)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", [0, 75, 149])
-def test_one_key_above_all_others(kernels: Kernels, dtype: str, place: int) -> None:
+@pytest.mark.parametrize(("dtype", "place"), [("float16", 0), ("float16", 75), ("float16", 149), ("float32", 75)])
+def test_one_key_above_all_others(any_kernels: Kernels, dtype: str, place: int) -> None:
     """Scores a thousand apart: nothing overflows, and earlier terms are scaled away, early or late."""
     case = random_case(12, dtype, 64, [150], 6, scale=1.0)
     case.key_cache[0, :, place] = 30 * np.sign(case.q[0, 0, 0].astype(np.float32))
-    assert_right(kernels, case)
+    assert_right(any_kernels, case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_scores_of_both_signs(kernels: Kernels, dtype: str) -> None:
-    out, _, _ = run(kernels, case := random_case(13, dtype, 64, [130], 6, magnitude=50.0, scale=1.0))
-    assert np.isfinite(out.astype(np.float32)).all()
-    assert error_of(case, out) < 1
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_large_scores_of_both_signs(any_kernels: Kernels, dtype: str) -> None:
+    assert_right(any_kernels, random_case(13, dtype, 64, [130], 6, magnitude=50.0, scale=1.0))
 
 
 def test_a_node_that_sees_nothing_gives_zero(kernels: Kernels) -> None:
@@ -130,38 +97,38 @@ def test_a_node_that_sees_nothing_gives_zero(kernels: Kernels) -> None:
     case = random_case(20, "float16", 64, [0], 3)
     assert case.mask is not None
     case.mask[0, 1] = False
-    out, _, _ = run(kernels, case)
+    out, _, _ = attend(kernels, case)
     assert not out[0, 1].any()
     assert np.isfinite(out).all()
 
 
-def test_a_mask_of_bytes_is_the_same_as_a_mask_of_bits(kernels: Kernels) -> None:
+def test_a_mask_of_bytes_is_the_same_as_a_mask_of_bits(any_kernels: Kernels) -> None:
     case = random_case(15, "float16", 64, [20, 50], 45)
-    assert all(map(same_bits, run(kernels, case), run(kernels, case, bits=False)))
+    assert all(map(same_bits, attend(any_kernels, case), attend(any_kernels, case, bits=False)))
 
 
-def test_rows_that_are_in_the_cache_already(kernels: Kernels) -> None:
+@pytest.mark.parametrize("bits", [False, True])
+def test_rows_that_are_in_the_cache_already(any_kernels: Kernels, bits: bool) -> None:
     case = random_case(16, "float16", 64, [20, 50], 9)
-    written = run(kernels, case)
+    written = attend(any_kernels, case)
     filled = replace(case, key_cache=written[1], value_cache=written[2], k=case.k * 0, v=case.v * 0)
-    assert all(map(same_bits, written, run(kernels, filled, write=False)))
+    assert all(map(same_bits, written, attend(any_kernels, filled, bits=bits, write=False)))
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**40), 10**6, 2**40, 98])
-def test_a_length_outside_the_cache_harms_nothing(kernels: Kernels, wrong: int) -> None:
-    """Other sequences are right, rows that do not fit are dropped, and `run` checks writes past every array's end."""
+def test_a_length_outside_the_cache_harms_nothing(any_kernels: Kernels, wrong: int) -> None:
+    """Other sequences are right, rows that do not fit are dropped, and nothing is written past an array's end."""
     case = random_case(17, "float16", 64, [60, 90, 31], 6)
     for cache in (case.key_cache, case.value_cache):
         cache[np.isnan(cache)] = 0
     capacity = case.key_cache.shape[2]
-    case = with_lengths(case, [60, wrong, 31])
-    out, keys, _ = run(kernels, case)
+    out, keys, values = attend(any_kernels, with_lengths(case, [60, wrong, 31]))
     nearest = min(max(wrong, 0), capacity)
-    fits = min(6, capacity - nearest)
-    right = with_lengths(replace(case, counts=np.array([6, fits, 6])), [60, nearest, 31])
-    expected, expected_keys, _ = reference(right)
+    right = replace(case, counts=np.array([6, min(6, capacity - nearest), 6]))
+    expected, expected_keys, expected_values = reference(with_lengths(right, [60, nearest, 31]))
     assert np.isfinite(out).all()
     assert same_bits(keys, expected_keys)
+    assert same_bits(values, expected_values)
     for sequence in (0, 2):
         np.testing.assert_allclose(out[sequence], expected[sequence], atol=5e-3)
 
@@ -173,5 +140,5 @@ def test_the_exported_operator_means_the_same(kernels: Kernels) -> None:
     flat = [torch.from_numpy(array.reshape(2, 7, -1)) for array in (case.q, case.k, case.v)]
     rest = (case.key_cache, case.value_cache, case.mask, case.positions, case.cache_len, np.array([47]))
     expected = tree_attention(*flat, *map(torch.from_numpy, rest), None, case.scale, 0.0, case.window, 0, 4, 2)
-    for found, tensor in zip(run(kernels, case), expected, strict=True):
+    for found, tensor in zip(attend(kernels, case), expected, strict=True):
         np.testing.assert_allclose(found.reshape(tensor.shape), tensor.numpy(), atol=2e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.methods.lyanna import tree_size
+from redraft.methods.chains import whole_tree
 from redraft.methods.lyanna_token_info import lookup
 
 from .token_tree import Tree, build_subtree
@@ -72,7 +72,7 @@ def test_a_subtree_is_the_algorithms_own(seed: int, width: int) -> None:
     logits, info = numbers(seed)
     tree = build_subtree(logits, ROOT, info.__getitem__, width)
     assert tree.tokens[0] == ROOT
-    assert len(tree.tokens) == tree_size(STEPS, width)
+    assert len(tree.tokens) == whole_tree(STEPS, width)
     check(tree, joint_log_probs(logits, info, ROOT), STEPS, width)
 
 

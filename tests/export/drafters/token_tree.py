@@ -39,7 +39,7 @@ def build_subtree(
     step_logits: Floats, root: int, added: Added, width: int, scale: float = 1.0,
     vocabulary: NDArray[np.int64] | None = None, drawn: bool = False,
 ) -> Tree:  # fmt: skip
-    """Build the whole tree of Algorithm 1: step_logits [S, H] to `tree_size(S, width)` nodes.
+    """Build the whole tree of Algorithm 1: step_logits [S, H] to `whole_tree(S, width)` nodes.
 
     scale: factor on logits and token information.   vocabulary: token of each column [H]; None if they are the same.
     drawn: log probabilities are those of ranks.

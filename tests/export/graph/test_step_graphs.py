@@ -237,7 +237,7 @@ def test_a_slot_is_copied(folder: Path, graph: str, state: tuple[TensorSpec, ...
 
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
     state = METHOD.state(LYANNA)
-    copied = {LYANNA_COPY_SLOT: (signatures.copy_slot_inputs(state), signatures.copy_slot_outputs(state))}
+    copied = {LYANNA_COPY_SLOT: (signatures.copy_slot_inputs(state), signatures.in_place(state))}
     contracts = signatures.step_signatures(SHAPE, gathers=True) | copied
     assert len(contracts) == 8
     for name, (inputs, outputs) in contracts.items():
