@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Once
+
 from .decoder_bundle import write_bundle
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `engines`, and the checkpoints that they are made of."""
-    return write_bundle(tmp_path_factory.mktemp("decoders"))
+def folder(once: Once) -> Path:
+    """A folder with `engines`, and the checkpoints that they are made of; for reading only."""
+    return once(write_bundle)

@@ -24,18 +24,15 @@ CONTEXT, STEPS = 320, 6
 def write_bundle(folder: Path) -> Path:
     """Build `folder`/engines from a checkpoint, next to its drafters.
 
-    same:  the verifier's own checkpoint.   narrow, rounded: its first layer, in fp32 and in int8.
-    wide:  as `narrow`, with trees.   part: its first layer and all but two of its tokens.
-    fewer: another checkpoint, whose tokenizer lacks the last three tokens.
-    sd2:   the verifier's first and last layer, steered.   sd2-part: the same for all but two tokens, in int8.
+    same: the verifier's own checkpoint.   narrow: its first layer.   wide: the same, with trees.
+    part: its first layer and all but two of its tokens.
+    sd2:  the verifier's first and last layer, steered.   sd2-part: the same for all but two tokens, in int8.
     """
     rope = dict(rope_type="default", rope_theta=10000.0)
     sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=4,
                  max_position_embeddings=CONTEXT, rope_parameters=rope)  # fmt: skip
     verifier = Checkpoint.open(write_checkpoint(folder / "verifier", "llama", **sizes))
     write_tokenizer(folder / "verifier")
-    write_checkpoint(folder / "fewer", "llama", **{**sizes, "vocab_size": len(WORDS) - 3, "num_hidden_layers": 1})
-    write_tokenizer(folder / "fewer", words=WORDS[:-3])
     for name, drafted, steered in (
         ("student", 0, False), ("part", len(WORDS) - 2, False), ("sd2", 0, True), ("sd2-part", len(WORDS) - 2, True),
     ):  # fmt: skip
@@ -44,10 +41,8 @@ def write_bundle(folder: Path) -> Path:
     drafters = (
         DrafterBuild("same", str(folder / "verifier"), "draft_model", exact),
         DrafterBuild("narrow", str(folder / "student"), "draft_model", exact),
-        DrafterBuild("rounded", str(folder / "student"), "draft_model"),
         DrafterBuild("wide", str(folder / "student"), "draft_model", {**exact, "width": 3, "nodes": 14, "steps": 6}),
         DrafterBuild("part", str(folder / "part"), "draft_model", exact),
-        DrafterBuild("fewer", str(folder / "fewer"), "draft_model", exact),
         DrafterBuild("sd2", str(folder / "sd2"), "steered", {**exact, "steps": STEPS}),
         DrafterBuild("sd2-part", str(folder / "sd2-part"), "steered"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, abc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -46,16 +46,6 @@ def opened(folder: Path, slots: int) -> Runtime:
     return Runtime.open(folder / "engines", threads=1, max_num_seqs=slots, verify=False)
 
 
-@pytest.fixture(params=["host", "cpu", "tensorrt", "onnxruntime on a GPU"])
-def open_on(
-    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int], Runtime]:
-    """A function that opens the bundle on a device, for a number of slots."""
-    if request.param != "host":
-        monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
-    return opener(request.param, folder / "engines", tmp_path, monkeypatch)
-
-
 def params(temperature: float, tokens: int = 40, **values: object) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=temperature, seed=4, ignore_eos=True, **values)  # type: ignore[arg-type]
 
@@ -65,21 +55,6 @@ def plain(folder: Path) -> dict[float, list[list[int]]]:
     """The verifier's own texts after PROMPTS, by temperature."""
     with opened(folder, 1) as runtime:
         return {t: [text.token_ids for text in runtime.generate(PROMPTS, params(t), "none")] for t in (0.0, 1.0)}
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_texts_are_the_verifiers(
-    open_on: Callable[[int], Runtime], plain: dict[float, list[list[int]]], slots: int
-) -> None:
-    """Also next to sequences of other drafters, and when sequences end and change slots."""
-    with open_on(slots) as runtime:
-        for temperature, expected in plain.items():
-            for way in WAYS:
-                found = runtime.generate(PROMPTS, params(temperature), way)
-                assert [text.token_ids for text in found] == expected, (temperature, way)
-            found = runtime.generate(PROMPTS, params(temperature), ["ngram", *WAYS[:2]])
-            assert [text.token_ids for text in found] == expected
-            assert all(text.metrics.num_draft_tokens > 0 for text in found[1:])
 
 
 @dataclass
@@ -147,26 +122,34 @@ def matching(drafted: list[int], committed: list[int]) -> int:
 CHAINS = SpeculationParams("sd2", budget=Budget(4, 4, 1))
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_logits_are_those_of_the_paper_and_of_training(
-    folder: Path, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_the_paper_and_of_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many passes with rejections at every position: kept rows have the steering that they were made with."""
-    with opened(folder, slots) as runtime:
+    with opened(folder, 3) as runtime:
         watched = Watched.of(runtime, monkeypatch)
         runtime.generate(PROMPTS, params(HOT, 60, acceptance="rejection"), CHAINS)
     assert set(watched.check(folder)) == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_logits_on_a_device_are_those_of_the_paper(
-    open_on: Callable[[int], Runtime], folder: Path, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sequences in a batch have drafts of different lengths, and one has lookups in between."""
-    with open_on(slots) as runtime:
+@pytest.mark.parametrize(
+    ("kind", "slots"),
+    [("host", 1), ("host", 3), ("cpu", 1), ("cpu", 3), ("tensorrt", 3), ("onnxruntime on a GPU", 3)],
+)
+def test_texts_are_the_verifiers_and_logits_those_of_the_paper(
+    kind: str, slots: int, folder: Path, plain: dict[float, list[list[int]]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also next to sequences of other drafters, with drafts of other lengths, and when sequences change slots."""
+    if kind != "host":
+        monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
+    with opener(kind, folder / "engines", tmp_path, monkeypatch)(slots) as runtime:
+        for temperature, ways in ((0.0, WAYS[:1]), (1.0, WAYS[1:])):
+            for way in (*ways, ["ngram", *WAYS[:2]]):
+                found = runtime.generate(PROMPTS, params(temperature), way)
+                assert [text.token_ids for text in found] == plain[temperature], (temperature, way)
+                assert all(text.metrics.num_draft_tokens > 0 for text in found[1:])
         watched = Watched.of(runtime, monkeypatch)
-        ways = [CHAINS, SpeculationParams("sd2", budget=Budget(2, 2, 1)), "ngram+sd2"]
-        runtime.generate(PROMPTS, params(HOT, 20, acceptance="rejection"), ways)
+        how = [CHAINS, SpeculationParams("sd2", budget=Budget(2, 2, 1)), "ngram+sd2"]
+        runtime.generate(PROMPTS, params(HOT, 20, acceptance="rejection"), how)
     assert len(watched.drafts) == 3
     watched.check(folder)
 

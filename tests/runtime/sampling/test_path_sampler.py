@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime import SamplingParams
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.path_sampler import PathSampler, choose, perturbed
-from redraft.runtime.sampling.truncation import Support, log_probs, support_of
+from redraft.runtime.sampling.truncation import Support, support_of
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import NOT_REACHED, DraftTree
-from tests.engines.bundles import build_tiny
 
 from .statistics import LIMIT, fit
 
@@ -211,10 +209,8 @@ def test_targets_after_pinned_nodes_are_known(temperature: float, acceptance: st
     assert [outcome.target_token_ids[node] for node in (2, 4)] == [NOT_REACHED] * 2
 
 
-DRAWS = 200_000
-DISTRIBUTIONS = (
-    {"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 0.7, "top_k": 20, "min_p": 0.01},
-)  # fmt: skip
+DRAWS = 25_000
+DISTRIBUTIONS = ({"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9, "min_p": 0.01})
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 10.0, 100.0])
@@ -240,44 +236,19 @@ def test_tokens_that_are_left_have_the_noise_of_their_ids() -> None:
     assert 50 < kept < 290
 
 
-@pytest.fixture(scope="module")
-def rows(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
-    """Logits of the embedded model after three texts."""
-    bundle = build_tiny(root, tmp_path_factory.mktemp("tiny") / "tiny", "onnxruntime", "fp32", None)
-    found: list[np.ndarray] = []
-
-    def keep(tokens: object, logits: np.ndarray) -> np.ndarray:
-        found.append(logits.copy())
-        return logits
-
-    with Runtime.open(bundle.path, threads=1, verify=False) as runtime:
-        prompts = ["def f(", "The little dog", "import "]
-        runtime.generate(prompts, SamplingParams(max_tokens=1, logits_processors=[keep]), "none")
-    return found
-
-
-def drawn(support: Support, choose: Callable[[int], int]) -> np.ndarray:
-    """Return tokens drawn at many positions."""
-    places = np.fromiter((choose(position) for position in range(DRAWS)), np.int64, DRAWS)
-    return places if support.ids is None else support.ids[places]
-
-
-def probabilities(support: Support, vocabulary: int) -> np.ndarray:
-    """Return the distribution of a support over the vocabulary."""
-    probs = np.zeros(vocabulary)
-    probs[slice(None) if support.ids is None else support.ids] = np.exp(log_probs(support.scores).astype(np.float64))
-    return probs / probs.sum()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("values", DISTRIBUTIONS, ids=str)
-def test_draws_follow_the_distribution(rows: list[np.ndarray], values: dict[str, float]) -> None:
-    """A sampler that takes the likeliest token too often, 1 % of total variation, is found."""
-    row = rows[len(values) - 1]
-    support = support_of(row.copy(), SamplingParams(**values))
-    probs = probabilities(support, len(row))
-    tokens = drawn(support, lambda position: choose(support, 11, position))
+def test_draws_follow_the_distribution(values: dict[str, float]) -> None:
+    """A sampler that takes the likeliest token too often, 2 % of total variation, is found.
+
+    That adds at least 4e-4 * DRAWS / p to chi-square of 40 bins: for the likeliest token's probability p, at most 0.15,
+    more than 7 standard deviations.
+    """
+    row = np.random.default_rng(len(values)).normal(0, 1.6, 256).astype(np.float32)
+    support = support_of(row, SamplingParams(**values))
+    probs = support.probs(256)
+    places = np.fromiter((choose(support, 11, position) for position in range(DRAWS)), np.int64, DRAWS)
+    tokens = places if support.ids is None else support.ids[places]
     assert fit(tokens, probs) < LIMIT
     likeliest = int(probs.argmax())
-    often = np.random.default_rng(0).random(DRAWS) < 0.01 / (1 - probs[likeliest])
+    often = np.random.default_rng(0).random(DRAWS) < 0.02 / (1 - probs[likeliest])
     assert fit(np.where(often, likeliest, tokens), probs) > LIMIT
