@@ -9,7 +9,7 @@
 namespace redraft {
 
 // All that a plugin needs except tensors. The first five are the attributes of redraft::TreeAttention
-// (export/tree_attention.py). The last two describe the device that built the engine, 0 if unknown.
+// (export/graph/tree_attention.py). The last two describe the device that built the engine, 0 if unknown.
 struct Attributes {
   float scale = 1.f;
   float softcap = 0.f;

@@ -9,7 +9,7 @@
 
 namespace redraft {
 
-// In the order of redraft::TreeAttention (export/tree_attention.py).
+// In the order of redraft::TreeAttention (export/graph/tree_attention.py).
 enum Tensor {
   kQ,
   kK,

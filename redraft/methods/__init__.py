@@ -19,7 +19,8 @@ from importlib import import_module
 from typing import Any, Literal
 
 from redraft.errors import UsageError
-from redraft.methods.base import GraphSpec, Method, TreeLimits
+from redraft.methods.base import GraphSpec as GraphSpec
+from redraft.methods.base import Method as Method
 
 
 @dataclass(frozen=True)
@@ -204,22 +205,3 @@ def checkpoint_method() -> str:
 def native_method() -> str:
     """Return the method of a drafter inside of the verifier's own checkpoint."""
     return next(name for name in METHODS if find_method(name).native)
-
-
-__all__ = [
-    "LOOKUPS",
-    "METHODS",
-    "NGRAM",
-    "NONE",
-    "ROWS",
-    "UNBUILT",
-    "GraphSpec",
-    "Method",
-    "Row",
-    "TreeLimits",
-    "built_methods",
-    "checkpoint_method",
-    "find_method",
-    "native_method",
-    "trained_methods",
-]

@@ -14,7 +14,7 @@ from typing import Any
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.methods import LOOKUPS, NGRAM, NONE, ROWS, UNBUILT
-from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.base import Drafter as Drafter
 from redraft.runtime.verifier import Verifier
 
 PAIR = "+"
@@ -63,13 +63,3 @@ def load_drafter(
     row = ROWS[method]
     kind: type[Drafter] = import_module(f"{__name__}.{row.runtime or row.family}").DRAFTER
     return kind.create(verifier, options or {}, bundle, drafter)
-
-
-__all__ = [
-    "Drafter",
-    "default_word",
-    "load_drafter",
-    "method_words",
-    "pair",
-    "split_pair",
-]

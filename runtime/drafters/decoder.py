@@ -27,7 +27,7 @@ from redraft import names
 from redraft.engines.device import Array, Buffer, slots_of
 from redraft.engines.drafters import BuiltDrafter
 from redraft.names import DRAFT
-from redraft.runtime.drafters.candidate_noise import RowsProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
 from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
 from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
@@ -247,12 +247,12 @@ class DecoderDrafter(EngineDrafter):
         call.fill_tree([start + len(rows) for start, rows in zip(starts, pending, strict=True)], trees)
         return call
 
-    def _proposal(self, seq: Sequence, rows: abc.Sequence[FloatArray]) -> RowsProposal | None:
+    def _proposal(self, seq: Sequence, rows: abc.Sequence[FloatArray]) -> ChainProposal | None:
         """Return the distributions of a chain's tokens, if they were drawn."""
         if not seq.noise.drawn:
             return None
         scale = seq.noise.logit_scale(self.shape.draft_logit_scale)
-        return RowsProposal(rows, scale, self._host_tables.get(names.DRAFT_VOCABULARY))
+        return ChainProposal(lambda: rows, scale, self._host_tables.get(names.DRAFT_VOCABULARY))
 
     def _tree(self, seq: Sequence, chain: Chain) -> Tree:
         """Return the draft as a tree on the host."""

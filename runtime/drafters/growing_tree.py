@@ -16,9 +16,14 @@ from redraft.runtime.sequence import Sequence
 from redraft.types import BoolArray, Budget, DraftTree, Draws, FloatArray, Proposal
 
 
-def log_share(share: float) -> float:
-    """Return the logarithm of a probability; -inf for 0."""
-    return log(share) if share > 0 else -inf
+def least_log_probs(budget: Budget, drawn: bool) -> tuple[float, float]:
+    """Return the logarithms under which a token's probability, and the joint one, end a draft.
+
+    drawn: tokens are drawn, so that no probability may end it.
+    """
+    shares = (0.0, 0.0) if drawn else (budget.confidence or 0.0, budget.share)
+    least, least_joint = (log(share) if share > 0 else -inf for share in shares)
+    return least, least_joint
 
 
 @dataclass(slots=True)
@@ -38,10 +43,9 @@ class Chain:
 
     @classmethod
     def of(cls, seq: Sequence, budget: Budget, steps: int) -> Chain:
-        """Return the chain of the root alone. The host does not know the probabilities of drawn tokens."""
+        """Return the chain of the root alone."""
         left = min(budget.depth, budget.nodes, steps) if budget.width else 0
-        confidence, share = (0.0, 0.0) if seq.noise.drawn else (budget.confidence or 0.0, budget.share)
-        return cls(left, log_share(confidence), log_share(share), [seq.tokens[-1]])
+        return cls(left, *least_log_probs(budget, seq.noise.drawn), [seq.tokens[-1]])
 
     @property
     def may_stop(self) -> bool:
@@ -81,12 +85,8 @@ class GrowingTree:
 
     @classmethod
     def of(cls, root: int, budget: Budget, width: int, most: int, drawn: bool = False) -> GrowingTree:
-        """Return the tree of the root alone.
-
-        drawn: candidates are drawn, so that no probability may end the tree.
-        """
-        confidence, share = (0.0, 0.0) if drawn else (budget.confidence or 0.0, budget.share)
-        return cls(width, most, log_share(confidence), log_share(share), [root])
+        """Return the tree of the root alone. drawn: candidates are drawn."""
+        return cls(width, most, *least_log_probs(budget, drawn), [root])
 
     def grow(
         self, tokens: abc.Sequence[abc.Sequence[int]], log_probs: abc.Sequence[abc.Sequence[float]], last: bool

@@ -46,7 +46,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         """Compute all pending rows but the last few. The token of the last row is not known yet."""
         seq.drafting[self].pending += tokens
         while seq.drafting[self].pending > CATCH_UP:
-            self._catch_up(seq, slot)
+            self._make_space(seq, slot)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """Update the counts of pending rows. The verifier has gathered the rows already."""
@@ -60,7 +60,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         if not drafting.pending:
             raise ValueError("nothing was committed since the last draft of a sequence")
         while drafting.pending > CATCH_UP:
-            self._catch_up(seq, slot)
+            self._make_space(seq, slot)
         return drafting.pending
 
     def _run_draft(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
             others[names.CHAIN_LOGITS] = self._lost_chain = self._lost_chain or _like(self._device, chain)
         return self._over(DRAFT, slots, width, others, None)
 
-    def _catch_up(self, seq: Sequence, slot: int) -> None:
+    def _make_space(self, seq: Sequence, slot: int) -> None:
         """Compute CATCH_UP rows of a sequence that has more, and move the rest to the front. Overwrites its chain."""
         drafting: Drafting = seq.drafting[self]
         call = self._call(_CATCH_UP_CALL, range(slot, slot + 1), self._width(CATCH_UP))
@@ -96,9 +96,6 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         self._run(DRAFT, call.work)
         drafting.used = self.shape.steps
         self._drop(slot)
-
-    def _make_space(self, seq: Sequence, slot: int) -> None:
-        self._catch_up(seq, slot)
 
     def _fill(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
         """Set the next run's inputs: the first rows[i] pending rows of sequence i. No rows mean no draft."""

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 
 from redraft.methods import find_method
 from redraft.methods.unbuilt import LookaheadOptions
-from redraft.runtime.drafters.lookup import GrowingDraft, LookupDrafter, moved
+from redraft.runtime.drafters.lookup import GrowingDraft, LookupDrafter
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, within
@@ -163,12 +163,6 @@ class LookaheadDraft(GrowingDraft):
             self.pinned.append(False)
         return node
 
-    def learn(self, committed: abc.Sequence[int]) -> None:
-        """Learn from the committed tokens, for every node whose parent is among them."""
-        for node, is_correct in self.compared(committed):
-            kind = self.kinds[node]
-            self.rates[kind] = moved(self.rates[kind], is_correct)
-
 
 @dataclass(slots=True)
 class RequestState:
@@ -225,7 +219,7 @@ class LookaheadDrafter(LookupDrafter):
         passed = len(outcome.tokens)
         draft, state.draft = state.draft, None
         if draft is not None:
-            draft.learn(outcome.tokens)
+            draft.update(self._rates, outcome.tokens)
             targets = targets_after(draft.guesses, tree, outcome)
             for ngram in state.window.iterate(draft.tokens[0], targets):
                 state.pool.add(ngram)

@@ -71,3 +71,9 @@ class GrowingDraft:
                 if is_correct:
                     depths[node] = depth + 1
                 yield node, is_correct
+
+    def update(self, rates: list[float], committed: abc.Sequence[int]) -> None:
+        """Learn the rates of kinds from the compared nodes."""
+        for node, is_correct in self.compared(committed):
+            kind = self.kinds[node]
+            rates[kind] = moved(rates[kind], is_correct)

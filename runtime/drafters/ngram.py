@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from redraft.methods import NGRAM, find_method
 from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
-from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter, moved
+from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
@@ -134,9 +134,7 @@ class NgramDrafter(LookupDrafter):
         index: NgramIndex = seq.drafting[self]
         draft, index.draft = index.draft, None
         if draft is not None:
-            for node, is_correct in draft.compared(outcome.tokens):
-                kind = draft.kinds[node]
-                self._rates[kind] = moved(self._rates[kind], is_correct)
+            draft.update(self._rates, outcome.tokens)
 
 
 DRAFTER = NgramDrafter

@@ -184,12 +184,15 @@ class OneCallDrafter(FeatureBuffers):
         state = self._state_of(seq)
         if state is None or not seq.noise.drawn:
             return None
-        chain = slots_of(self._state[names.CHAIN_LOGITS], range(slot, slot + 1))
-        scale, tokens = (
-            seq.noise.logit_scale(self.shape.draft_logit_scale),
-            self._host_tables.get(names.DRAFT_VOCABULARY),
-        )
-        return ChainProposal(chain, state.used, scale, tokens, self.added_logits)
+        chain, first = slots_of(self._state[names.CHAIN_LOGITS], range(slot, slot + 1)), state.used
+        scale = seq.noise.logit_scale(self.shape.draft_logit_scale)
+        tokens = self._host_tables.get(names.DRAFT_VOCABULARY)
+
+        def rows() -> Array:
+            """Return the logits of the unused steps."""
+            return (chain.read() if chain.host is None else chain.host)[0, first:]
+
+        return ChainProposal(rows, scale, tokens, self.added_logits)
 
     @property
     def added_logits(self) -> AddedLogits | None:

@@ -15,7 +15,7 @@ from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.drafters.candidate_noise import RowsProposal
+from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
 from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
 from redraft.runtime.sequence import Sequence
@@ -304,6 +304,6 @@ def test_drawn_drafts_leave_the_verifiers_distribution(
 def test_a_draft_model_that_claims_another_distribution_is_found(
     with_fixed_costs: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = RowsProposal.logits
-    monkeypatch.setattr(RowsProposal, "logits", lambda self, depth, token: -right(self, depth, token))
+    right = ChainProposal.logits
+    monkeypatch.setattr(ChainProposal, "logits", lambda self, depth, token: -right(self, depth, token))
     assert chi_square(with_fixed_costs, chains("narrow", 4), "rejection", requests=12) > FAR
