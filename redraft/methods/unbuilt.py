@@ -12,7 +12,7 @@ G = 15 for a model of 7 B.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 
 from redraft.errors import UsageError
 from redraft.methods.base import Method
@@ -60,23 +60,15 @@ class SuffixOptions:
     suffix_decoding_max_cached_tokens: int = 1_000_000
 
     def __post_init__(self) -> None:
-        if not 2 <= self.suffix_decoding_max_tree_depth <= DEEPEST:
-            raise UsageError(
-                f"suffix_decoding_max_tree_depth must be from 2 to {DEEPEST}, not {self.suffix_decoding_max_tree_depth}"
-            )
-        if not (isfinite(self.suffix_decoding_max_spec_factor) and self.suffix_decoding_max_spec_factor > 0):
-            raise UsageError(
-                f"suffix_decoding_max_spec_factor must be above 0, not {self.suffix_decoding_max_spec_factor}"
-            )
-        if not 0 <= self.suffix_decoding_min_token_prob <= 1:
-            raise UsageError(
-                f"suffix_decoding_min_token_prob must be from 0 to 1, not {self.suffix_decoding_min_token_prob}"
-            )
-        if self.suffix_decoding_max_cached_requests < 0:
-            raise UsageError(
-                f"suffix_decoding_max_cached_requests must be 0 (no store) or above, not "
-                f"{self.suffix_decoding_max_cached_requests}"
-            )
+        for name, holds, words in (
+            ("max_tree_depth", 2 <= self.suffix_decoding_max_tree_depth <= DEEPEST, f"from 2 to {DEEPEST}"),
+            ("max_spec_factor", 0 < self.suffix_decoding_max_spec_factor < inf, "above 0"),
+            ("min_token_prob", 0 <= self.suffix_decoding_min_token_prob <= 1, "from 0 to 1"),
+            ("max_cached_requests", self.suffix_decoding_max_cached_requests >= 0, "0 (no store) or above"),
+        ):
+            option = f"suffix_decoding_{name}"
+            if not holds:
+                raise UsageError(f"{option} must be {words}, not {getattr(self, option)}")
         if self.suffix_decoding_max_cached_tokens < self.suffix_decoding_max_tree_depth:
             raise UsageError(
                 f"suffix_decoding_max_cached_tokens must be at least suffix_decoding_max_tree_depth "

@@ -30,7 +30,7 @@ def all_trees(accuracies: Sequence[Sequence[float]], nodes: int) -> list[frozens
     return list(trees)
 
 
-@pytest.mark.parametrize("nodes", range(1, 6))
+@pytest.mark.parametrize("nodes", [2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_tree_of_this_size_has_more_expected_tokens(nodes: int, seed: int) -> None:
     """By enumeration of all trees. Ties and shares of 0 and 1 are among the accuracies."""

@@ -45,22 +45,19 @@ def test_an_unknown_architecture_is_refused(root: Path, tmp_path: Path) -> None:
     assert 'found "47"' in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize(
-    ("says", "expected"),
-    [
+def test_kernels_are_for_the_gpus_that_are_here(root: Path, tmp_path: Path) -> None:
+    """If nvidia-smi names no GPU that nvcc knows, kernels are built for all."""
+    cmake.nvcc()
+    for says, expected in (
         ("printf '9.0\\n8.0\\n9.0\\n'", "sm_80 sm_90 compute_90"),
         ("printf '4.7\\n'", "sm_80 sm_86 "),
         ("echo 'NVML library version: 535.161'; exit 18", "sm_80 sm_86 "),
-    ],
-)
-def test_kernels_are_for_the_gpus_that_are_here(root: Path, tmp_path: Path, says: str, expected: str) -> None:
-    """If nvidia-smi names no GPU that nvcc knows, kernels are built for all."""
-    cmake.nvcc()
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    done = cmake.configure(root, tmp_path, "REDRAFT_CPU=OFF", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert done.returncode == 0, done.stderr
-    assert f"[[{expected}" in (tmp_path / "summary.cmake").read_text()
+    ):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        done = cmake.configure(root, tmp_path, "REDRAFT_CPU=OFF", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        assert done.returncode == 0, done.stderr
+        assert f"[[{expected}" in (tmp_path / "summary.cmake").read_text()
 
 
 def test_settings_of_kernels_persist(root: Path) -> None:

@@ -17,7 +17,7 @@ from redraft.methods.unbuilt import LookaheadOptions
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.lookahead import LookaheadDrafter, Pool, Window
+from redraft.runtime.drafters.lookahead import LookaheadDrafter
 from redraft.runtime.sampling.sampler import Greedy, accept
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import ancestor_mask, layout, prune, root_only
@@ -232,24 +232,7 @@ def test_pool_and_ngrams_are_those_of_a_plain_loop(sizes: tuple[int, int, int]) 
     assert accepted > 20
 
 
-# --- the pool, the window, budgets -----------------------------------------------------------------------------------
-
-
-def test_the_pool_keeps_the_latest_ngrams_of_each_token() -> None:
-    pool = Pool(2)
-    for ngram in ((1, 2, 3), (1, 4, 5), (7, 8, 9), (1, 2, 3), (1, 6, 6)):
-        pool.add(ngram)
-    assert pool.after(1) == [(6, 6), (2, 3)]
-    assert pool.after(7) == [(8, 9)]
-    assert pool.after(2) == []
-
-
-def test_plain_steps_move_the_window_by_a_column_each() -> None:
-    window = Window(3, 2, range(6))
-    window.move(2)
-    assert [column.tokens for column in window.columns] == [[2, 5], [0, 3], [1, 4]]
-    window.move(33)
-    assert [column.tokens for column in window.columns] == [[2, 5], [0, 3], [1, 4]]
+# --- budgets and rates -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,8 +306,11 @@ PROMPTS = [[97 + (i * 7 + n) % 5 for i in range(1 + 5 * n)] for n in range(6)]
 OPTIONS = {"max_window_size": 4, "max_ngram_size": 3, "max_verification_set_size": 2}
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 4])
-@pytest.mark.parametrize("budget", [None, Budget(30, 8, 8), Budget(4, 4, 4), Budget(6, 3, 1), Budget(1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "budget"),
+    [(1, None), (1, Budget(6, 3, 1)), (4, None), (4, Budget(30, 8, 8)), (4, Budget(4, 4, 4)), (4, Budget(1, 1, 1))],
+    ids=str,
+)
 def test_texts_are_the_models_own(max_num_seqs: int, budget: Budget | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts reach the end of the context. Requests of other methods, and one with a prediction, share the batch.
 

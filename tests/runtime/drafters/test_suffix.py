@@ -296,16 +296,13 @@ def test_a_pair_keeps_outputs_as_its_drafters_do(first: bool) -> None:
         Pair(other, load_drafter("none", fake())).check_tenant()
 
 
-@pytest.mark.parametrize("tenant", [b"me", 5, None, "", ["a"]])
-def test_what_is_forgotten_is_named_by_a_text(tenant: object) -> None:
+@pytest.mark.parametrize("tenant", [b"me", 7, "", ("a",), True, None])
+def test_a_tenants_key_is_a_text(tenant: object) -> None:
     with pytest.raises(UsageError, match="a tenant's key must be a text"):
         make_runtime().forget(tenant)
-
-
-@pytest.mark.parametrize("tenant", [b"me", 7, "", ("a",), True])
-def test_a_tenants_key_is_a_text(tenant: object) -> None:
-    with pytest.raises(UsageError, match="a tenant's key must be a text that is not empty"):
-        SpeculationParams("suffix", tenant=tenant)
+    if tenant is not None:  # no tenant
+        with pytest.raises(UsageError, match="a tenant's key must be a text that is not empty"):
+            SpeculationParams("suffix", tenant=tenant)
 
 
 @pytest.mark.parametrize(

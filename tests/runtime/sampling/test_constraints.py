@@ -49,17 +49,13 @@ def decoded(found: Constraint, seed: int, most: int = 400) -> str:
     raise AssertionError("the text does not end")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_texts_follow_a_schema(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_follow_a_schema_a_regex_and_a_grammar(seed: int) -> None:
     found = json.loads(decoded(constraint(), seed))
     assert list(found) == ["name", "age", "tags"]
     assert len(found["name"]) <= 5
     assert 0 <= found["age"] <= 120
     assert set(found["tags"]) <= {"red", "green"}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_texts_follow_a_regex_and_a_grammar(seed: int) -> None:
     assert re.fullmatch("(ab|c){2,4}x", decoded(constraint(REGEX, "(ab|c){2,4}x"), seed))
     assert re.fullmatch(r"\d{1,3}(\+\d{1,3})*;", decoded(constraint(LARK, SUM), seed))
 

@@ -206,16 +206,6 @@ def test_a_sampled_trace_replays() -> None:
     assert texts == sorted((*prompt, *one.token_ids) for prompt, one in zip(PROMPTS, found, strict=True))
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_sampled_texts_are_those_without_speculation(max_num_seqs: int) -> None:
-    params = [greedy(60, temperature=0.3, seed=seed, repetition_penalty=1.1, logprobs=1) for seed in range(3)]
-    expected = make_runtime().generate(PROMPTS, params, "none")
-    found = make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, params, TREES)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    assert [one.logprobs for one in found] == [one.logprobs for one in expected]
-    assert sum(one.metrics.num_accepted_draft_tokens for one in found) > 10
-
-
 def test_json_has_log_probabilities_if_requested() -> None:
     params = greedy(2, logprobs=1, temperature=0.5)
     values = make_runtime().generate([[97]], params)[0].to_json()["logprobs"]
