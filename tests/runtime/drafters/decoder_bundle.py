@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import abc
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 from redraft.assembly.bundle import build_bundle
@@ -13,6 +16,10 @@ from redraft.export.checkpoint.model_config import load_config
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
+from redraft.runtime import Runtime
+from redraft.runtime.drafters.decoder import DecoderDrafter
+from redraft.runtime.sequence import Sequence
+from redraft.types import Budget, Tree
 from tests.export.models import write_checkpoint
 from tests.little import WORDS, write_tokenizer
 
@@ -62,3 +69,35 @@ def write_student(folder: Path, verifier: Checkpoint, drafted: int, steered: boo
     counts = torch.ones(len(WORDS), dtype=torch.int32)
     method = "steered" if steered else "draft_model"
     save_drafter(folder, method, config, Identity.of(verifier), student, counts, {}, tokens)
+
+
+def drafter_of(runtime: Runtime, name: str) -> DecoderDrafter:
+    drafter = runtime._speculation.drafter(name)
+    assert isinstance(drafter, DecoderDrafter)
+    return drafter
+
+
+@dataclass
+class Draft:
+    """A draft of the runtime: its sequence, the committed tokens before it, its tree, and how many rows it computed."""
+
+    seq: Sequence
+    tokens: list[int]
+    tree: Tree
+    rows: int
+
+
+def watched(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[Draft]:
+    """Return a list that gets every later draft."""
+    drafts: list[Draft] = []
+    draft = drafter.draft
+
+    def observed(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
+        made = draft(batch, budgets)
+        for seq, tree, budget in zip(batch, made, budgets, strict=True):
+            if budget.nodes:
+                drafts.append(Draft(seq, list(seq.tokens), tree, len(seq.drafting[drafter].drafted)))
+        return made
+
+    patch.setattr(drafter, "draft", observed)
+    return drafts

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.drafters.checkpoint import DrafterCheckpoint
-from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
@@ -24,7 +22,8 @@ from redraft.types import Budget, Tree
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .decoder_bundle import CONTEXT
+from .decoder_bundle import CONTEXT, drafter_of, watched
+from .steered_bundle import open_student
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1, 2, 20, 6, 7, 13, 9, 9, 4, 11, 3]]
 LONG = [3 + number * number % 29 for number in range(90)]
@@ -64,45 +63,27 @@ def test_a_verifier_that_drafts_for_itself_accepts_every_token(folder: Path, slo
                 assert text.metrics.num_steps < 5
 
 
-class Watched:
-    """The drafts of a drafter, with the tokens that were committed before each."""
+def runs_of(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list that gets the rows and levels of every later work of a chain."""
+    runs: list[tuple[int, int]] = []
+    extend = drafter._extend
 
-    def __init__(self, drafter: DecoderDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.drafts: list[tuple[list[int], Tree]] = []
-        self.rows: list[tuple[int, int]] = []
-        draft, fill = drafter.draft, drafter._extend
+    def counted(
+        batch: abc.Sequence[Sequence], chains: abc.Sequence[Chain], starts: abc.Sequence[int],
+        pending: abc.Sequence[abc.Sequence[int]], level: int, levels: int,
+    ) -> None:  # fmt: skip
+        runs.append((max(map(len, pending)), levels))
+        extend(batch, chains, starts, pending, level, levels)
 
-        def watched(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
-            made = draft(batch, budgets)
-            self.drafts += [
-                (list(seq.tokens), tree) for seq, tree, budget in zip(batch, made, budgets, strict=True) if budget.nodes
-            ]
-            return made
-
-        def counted(
-            batch: abc.Sequence[Sequence], chains: abc.Sequence[Chain], starts: abc.Sequence[int],
-            pending: abc.Sequence[abc.Sequence[int]], level: int, levels: int,
-        ) -> None:  # fmt: skip
-            self.rows.append((max(map(len, pending)), levels))
-            fill(batch, chains, starts, pending, level, levels)
-
-        monkeypatch.setattr(drafter, "draft", watched)
-        monkeypatch.setattr(drafter, "_extend", counted)
-
-
-def drafter_of(runtime: Runtime, name: str) -> DecoderDrafter:
-    drafter = runtime._speculation.drafter(name)
-    assert isinstance(drafter, DecoderDrafter)
-    return drafter
+    patch.setattr(drafter, "_extend", counted)
+    return runs
 
 
 class Reference:
     """The draft model in torch. It computes every token of a text again."""
 
     def __init__(self, folder: Path, student: str) -> None:
-        opened = DrafterCheckpoint.open(folder / student)
-        self.model = DraftModel(opened.configure(DraftModelConfig)).eval()
-        opened.load(self.model)
+        self.model = open_student(folder / student)
         stored = load_file(Checkpoint.open(folder / "verifier").path / "model.safetensors")
         self._embedding, self._head = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
 
@@ -131,82 +112,78 @@ def test_drafts_continue_all_committed_tokens(folder: Path, slots: int, monkeypa
     """Whatever was accepted before, and over rows that were kept: prompts of several chunks, steps of other methods."""
     reference = Reference(folder, "student")
     with opened(folder, slots) as runtime:
-        watched = Watched(drafter_of(runtime, "narrow"), monkeypatch)
+        drafts = watched(drafter_of(runtime, "narrow"), monkeypatch)
         ways = [chains("narrow", 5), "ngram+narrow", chains("narrow", 7)]
         runtime.generate([PROMPTS[0], PROMPTS[1], LONG], PARAMS, ways)
-        lengths = {len(tree) for _, tree in watched.drafts}
-        assert {6, 8} <= lengths
-        for tokens, tree in watched.drafts:
-            reference.check(tokens, tree)
+        assert {6, 8} <= {len(draft.tree) for draft in drafts}
+        for draft in drafts:
+            reference.check(draft.tokens, draft.tree)
 
 
 def test_trees_have_the_likeliest_nodes_of_every_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference(folder, "student")
     with opened(folder, 2) as runtime:
-        watched = Watched(drafter_of(runtime, "wide"), monkeypatch)
+        drafts = watched(drafter_of(runtime, "wide"), monkeypatch)
         ways = [SpeculationParams("wide", budget=Budget(12, 5, 3)), SpeculationParams("wide", budget=Budget(6, 3, 2))]
         runtime.generate(PROMPTS, PARAMS, ways)
-        shapes = [(len(tree), max(depths_of(tree.parents.tolist()))) for _, tree in watched.drafts]
+        shapes = [(len(draft.tree), max(depths_of(draft.tree.parents.tolist()))) for draft in drafts]
         assert max(nodes for nodes, _ in shapes) == 13
         assert max(depth for _, depth in shapes) > 2
         branching = 0
-        for tokens, tree in watched.drafts:
-            reference.check(tokens, tree)
-            assert (np.diff(tree.log_probs) <= 1e-6).all()
-            branching += len(set(tree.parents.tolist())) < len(tree) - 1
-        assert branching > len(watched.drafts) / 2
+        for draft in drafts:
+            reference.check(draft.tokens, draft.tree)
+            assert (np.diff(draft.tree.log_probs) <= 1e-6).all()
+            branching += len(set(draft.tree.parents.tolist())) < len(draft.tree) - 1
+        assert branching > len(drafts) / 2
 
 
 def test_rows_of_accepted_tokens_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that drafts for itself computes two rows at the next draft: the last drafted token and the bonus."""
     with opened(folder) as runtime:
-        watched = Watched(drafter_of(runtime, "same"), monkeypatch)
+        runs = runs_of(drafter_of(runtime, "same"), monkeypatch)
         runtime.generate([PROMPTS[0]], PARAMS, chains("same", 5))
-        assert watched.rows[0] == (7, 4)
-        assert watched.rows[1] == (1, 1)
-        assert [rows for rows, _ in watched.rows[2::2]] == [2] * len(watched.rows[2::2])
-        watched.rows.clear()
-        runtime.generate([PROMPTS[0]], PARAMS, SpeculationParams("same", budget=Budget(3, 3, 1)))
-        assert [levels for _, levels in watched.rows[:2]] == [2, 1]
+        assert runs[:2] == [(7, 4), (1, 1)]
+        assert {rows for rows, _ in runs[2::2]} == {2}
+        runs.clear()
+        runtime.generate([PROMPTS[0]], PARAMS, chains("same", 3))
+        assert [levels for _, levels in runs[:2]] == [2, 1]
 
 
 def test_a_draft_stops_where_its_budget_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that ends a draft stays, and no run follows it."""
     with opened(folder) as runtime:
-        watched = Watched(drafter_of(runtime, "narrow"), monkeypatch)
-        runtime.generate(PROMPTS, PARAMS, SpeculationParams("narrow", budget=Budget(24, 24, 1)))
-        shares = [np.exp(np.diff(tree.log_probs)) for _, tree in watched.drafts]
-        runs, tokens = sum(levels for _, levels in watched.rows), sum(map(len, shares))
-        assert runs == tokens
-        threshold = float(np.median(np.concatenate(shares)))
-        watched.drafts.clear()
-        watched.rows.clear()
-        runtime.generate(
-            PROMPTS, PARAMS, SpeculationParams("narrow", controller=f"confidence,gamma=24,threshold={threshold}")
-        )
-        stopped = [np.exp(np.diff(tree.log_probs)) for _, tree in watched.drafts]
+        drafter = drafter_of(runtime, "narrow")
+        drafts, runs = watched(drafter, monkeypatch), runs_of(drafter, monkeypatch)
+
+        def shares_of(how: SpeculationParams) -> list[np.ndarray]:
+            """Draft, and return the probabilities of each draft's tokens. Every level is one run."""
+            drafts.clear()
+            runs.clear()
+            runtime.generate(PROMPTS, PARAMS, how)
+            shares = [np.exp(np.diff(draft.tree.log_probs)) for draft in drafts]
+            assert sum(levels for _, levels in runs) == sum(map(len, shares))
+            return shares
+
+        whole = shares_of(chains("narrow", 24))
+        threshold = float(np.median(np.concatenate(whole)))
+        stopped = shares_of(SpeculationParams("narrow", controller=f"confidence,gamma=24,threshold={threshold}"))
         assert all((share[:-1] >= threshold).all() for share in stopped)
         assert any(len(share) < 24 and share[-1] < threshold for share in stopped)
-        assert sum(levels for _, levels in watched.rows) == sum(map(len, stopped)) < tokens
+        assert sum(map(len, stopped)) < sum(map(len, whole))
 
 
 def test_a_first_draft_of_one_work_times_a_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller does not know a level's cost before, so the next draft would be as long again."""
     with opened(folder) as runtime:
-        watched = Watched(drafter_of(runtime, "narrow"), monkeypatch)
-        runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("narrow", controller="adaptive"))
-        assert watched.rows[0][1] == 16
-        assert len(watched.drafts) > 1
-        assert [levels for _, levels in watched.rows[1:]] == [1] * len(watched.rows[1:]), "so that each may end it"
-
-
-def test_drafts_of_one_work_correct_a_level_that_seems_dear(folder: Path) -> None:
-    """A first draft also waits for what it prepares, and with one work a draft no later one would tell."""
-    with opened(folder) as runtime:
         drafter = drafter_of(runtime, "narrow")
+        drafts, runs = watched(drafter, monkeypatch), runs_of(drafter, monkeypatch)
+        runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("narrow", controller="adaptive"))
+        assert runs[0][1] == 16
+        assert len(drafts) > 1
+        assert {levels for _, levels in runs[1:]} == {1}, "so that each may end it"
         drafter.step_ms = 1e6
-        runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("narrow", budget=Budget(4, 4, 1)))
-        assert drafter.step_ms < 1e5
+        runtime.generate(PROMPTS[:1], PARAMS, chains("narrow", 4))
+        assert drafter.step_ms < 1e5, "drafts of one work correct a level that seems dear"
 
 
 def test_a_joint_probability_ends_a_draft_too() -> None:
@@ -261,11 +238,11 @@ LENGTHS = {
 def test_lengths_follow_the_controller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier drafts for itself, so every draft is accepted whole."""
     with opened(folder) as runtime:
-        watched = Watched(drafter_of(runtime, "same"), monkeypatch)
+        drafts = watched(drafter_of(runtime, "same"), monkeypatch)
         for controller, lengths in LENGTHS.items():
-            watched.drafts.clear()
+            drafts.clear()
             runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("same", controller=controller))
-            assert [len(tree) - 1 for _, tree in watched.drafts][: len(lengths)] == lengths
+            assert [len(draft.tree) - 1 for draft in drafts][: len(lengths)] == lengths
 
 
 def test_a_draft_near_the_end_of_the_context(folder: Path) -> None:

@@ -101,35 +101,6 @@ def test_the_tree_is_the_papers_mask(columns: int, ngram: int) -> None:
     assert tree.pinned is None if len(cells) == 1 else tree.pinned.tolist() == pinned.tolist()
 
 
-def test_three_steps_by_hand() -> None:
-    """W = 3, N = 3, G = 2. The token after t is t + 3 modulo 5. Step 2 accepts two guesses, step 3 an n-gram."""
-
-    def rule(tokens: list[int]) -> int:
-        return (tokens[-1] + 3) % 5
-
-    drafter = make(3, 3, 2)
-    seq = sequence(drafter, [4, 1, 0, 2, 3, 4], 2)
-
-    tree = offered(drafter, seq)  # row 0: 2, 1, 0; row 1: 2, 3, 4
-    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([2, 2, 1, 3, 0, 4], [-1, 0, 0, 2, 2, 4])
-    assert take(drafter, seq, tree, rule) == (0,)
-    assert columns_of(drafter, seq) == [[0, 0], [3, 1], [4, 2]]
-    assert pool_of(drafter, seq, range(5)) == {}  # all n-grams have guesses of the prompt after their first token
-
-    tree = offered(drafter, seq)
-    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([0, 0, 3, 1, 4, 2], [-1, 0, 0, 2, 2, 4])
-    assert take(drafter, seq, tree, rule) == (3, 1, 4)  # 3 is cell (0, 1), and 1 is cell (1, 1)
-    assert pool_of(drafter, seq, range(5)) == {0: [(0, 3)], 3: [(1, 4)], 4: [(2, 0)]}
-    assert columns_of(drafter, seq) == [[4, 0], [0, 3], [1, 4]]  # two columns have passed and come again
-
-    tree = offered(drafter, seq)
-    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([4, 2, 0, 0, 3, 1, 4], [-1, 0, 1, 0, 3, 3, 5])
-    assert tree.pinned.tolist() == [False, False, False, True, True, True, True]
-    assert take(drafter, seq, tree, rule) == (2, 0, 3)
-    assert pool_of(drafter, seq, range(5)) == {0: [(3, 1), (0, 3)], 1: [(4, 2)], 3: [(1, 4)], 4: [(0, 3), (2, 0)]}
-    assert columns_of(drafter, seq) == [[3, 2], [0, 3], [3, 1]]
-
-
 # --- the same without trees ------------------------------------------------------------------------------------------
 
 

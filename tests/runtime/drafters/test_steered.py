@@ -1,27 +1,27 @@
-"""A steered drafter in the runtime: texts are the verifier's, and its logits are those of the paper and of training."""
+"""A steered drafter in the runtime: texts are the verifier's, and its logits are those of training."""
 
 from __future__ import annotations
 
-from collections import Counter, abc
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from redraft import names
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.drafters.steered import SteeredDrafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, Tree
+from redraft.types import Budget
 from tests.runtime.devices import opener
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .decoder_bundle import STEPS
-from .steered_bundle import Paper
+from .decoder_bundle import STEPS, Draft, drafter_of, watched
+from .steered_bundle import Rows, open_student
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1], [3 + number * number % 27 for number in range(90)]]
 CLOSE = 1e-4
@@ -57,60 +57,21 @@ def plain(folder: Path) -> dict[float, list[list[int]]]:
         return {t: [text.token_ids for text in runtime.generate(PROMPTS, params(t), "none")] for t in (0.0, 1.0)}
 
 
-@dataclass
-class Draft:
-    """A draft of the runtime: the committed tokens, its tree, its logits, and how many of its rows were computed."""
-
-    tokens: list[int]
-    tree: Tree
-    rows: int
-
-
-@dataclass
-class Watched:
-    """Drafts by sequence."""
-
-    drafts: dict[int, list[Draft]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, runtime: Runtime, patch: pytest.MonkeyPatch, name: str = "sd2") -> Watched:
-        watched, drafter = cls(), runtime._speculation.drafter(name)
-        assert isinstance(drafter, SteeredDrafter)
-        draft = drafter.draft
-
-        def observed(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
-            made = draft(batch, budgets)
-            for seq, tree, budget in zip(batch, made, budgets, strict=True):
-                if budget.nodes:
-                    rows = len(seq.drafting[drafter].drafted)
-                    watched.drafts.setdefault(id(seq), []).append(Draft(list(seq.tokens), tree, rows))
-                    watched.kept.append(seq)
-            return made
-
-        patch.setattr(drafter, "draft", observed)
-        return watched
-
-    kept: list[Sequence] = field(default_factory=list)
-    """Sequences, so that no two have one id."""
-
-    def check(self, folder: Path) -> Counter[int]:
-        """Compare every draft's logits with the paper's and with training's. Returns how many tokens were accepted."""
-        accepted: Counter[int] = Counter()
-        for drafts in self.drafts.values():
-            paper, before, last = Paper(folder), list[int](), 0
-            for draft in drafts:
-                drawn, count = draft.tree.tokens.tolist()[1:], draft.rows + 1  # the last drafted token may have a row
-                if before:
-                    accepted[matching(before, draft.tokens[last:])] += 1
-                expected = paper.draft(draft.tokens, drawn, count)
-                proposal = draft.tree.draws.proposal  # type: ignore[union-attr]
-                trained = paper.trained(draft.tokens)[-count:]
-                for depth, (logits, of_training) in enumerate(zip(expected[: len(drawn)], trained, strict=False)):
-                    found = proposal.logits(depth, draft.tree.tokens[depth]) * HOT
-                    assert abs(found - logits.numpy()).max() < CLOSE
-                    assert abs(found - of_training.numpy()).max() < CLOSE
-                before, last = drawn, len(draft.tokens)
-        return accepted
+def check(drafts: list[Draft], folder: Path) -> Counter[int]:
+    """Compare every draft's logits with training's. Returns how many tokens were accepted."""
+    accepted: Counter[int] = Counter()
+    for seq in {id(draft.seq): draft.seq for draft in drafts}.values():
+        rows, before, last = Rows(folder), list[int](), 0
+        for draft in [draft for draft in drafts if draft.seq is seq]:
+            drawn, count = draft.tree.tokens.tolist()[1:], draft.rows + 1  # the last drafted token may have a row
+            if before:
+                accepted[matching(before, draft.tokens[last:])] += 1
+            expected = rows.draft(draft.tokens, drawn, count)
+            for depth, logits in enumerate(expected[: len(drawn)]):
+                found = draft.tree.draws.proposal.logits(depth, draft.tree.tokens[depth]) * HOT  # type: ignore[union-attr]
+                assert abs(found - logits.numpy()).max() < CLOSE
+            before, last = drawn, len(draft.tokens)
+    return accepted
 
 
 def matching(drafted: list[int], committed: list[int]) -> int:
@@ -122,19 +83,33 @@ def matching(drafted: list[int], committed: list[int]) -> int:
 CHAINS = SpeculationParams("sd2", budget=Budget(4, 4, 1))
 
 
-def test_logits_are_those_of_the_paper_and_of_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steering_is_the_papers_equation_2(folder: Path) -> None:
+    """MLP(a, g) = W_d ((W_u a + W_s g) ⊙ σ(W_g a)), with the W_s of the second layer, whose rows come last."""
+    student = open_student(folder / "sd2")
+    mlp, steering = student.get_submodule("model.layers.1.mlp"), student.steering
+    assert steering is not None
+    with torch.no_grad():
+        a, features = torch.randn(1, 5, mlp.up_proj.in_features), torch.randn(1, 5, steering.vector.in_features)
+        g = features @ steering.vector.weight.T
+        biases = g @ steering.bias.weight[-mlp.up_proj.out_features :].T
+        expected = mlp.down_proj((mlp.up_proj(a) + biases) * F.silu(mlp.gate_proj(a)))
+        with steering.applied(steering(features, torch.arange(1, 6)[None])):
+            torch.testing.assert_close(mlp(a), expected)
+
+
+def test_logits_are_those_of_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many passes with rejections at every position: kept rows have the steering that they were made with."""
     with opened(folder, 3) as runtime:
-        watched = Watched.of(runtime, monkeypatch)
+        drafts = watched(drafter_of(runtime, "sd2"), monkeypatch)
         runtime.generate(PROMPTS, params(HOT, 60, acceptance="rejection"), CHAINS)
-    assert set(watched.check(folder)) == {0, 1, 2, 3, 4}
+    assert set(check(drafts, folder)) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(
     ("kind", "slots"),
     [("host", 1), ("host", 3), ("cpu", 1), ("cpu", 3), ("tensorrt", 3), ("onnxruntime on a GPU", 3)],
 )
-def test_texts_are_the_verifiers_and_logits_those_of_the_paper(
+def test_texts_are_the_verifiers_and_logits_those_of_training(
     kind: str, slots: int, folder: Path, plain: dict[float, list[list[int]]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -147,11 +122,11 @@ def test_texts_are_the_verifiers_and_logits_those_of_the_paper(
                 found = runtime.generate(PROMPTS, params(temperature), way)
                 assert [text.token_ids for text in found] == plain[temperature], (temperature, way)
                 assert all(text.metrics.num_draft_tokens > 0 for text in found[1:])
-        watched = Watched.of(runtime, monkeypatch)
+        drafts = watched(drafter_of(runtime, "sd2"), monkeypatch)
         how = [CHAINS, SpeculationParams("sd2", budget=Budget(2, 2, 1)), "ngram+sd2"]
         runtime.generate(PROMPTS, params(HOT, 20, acceptance="rejection"), how)
-    assert len(watched.drafts) == 3
-    watched.check(folder)
+    assert len({id(draft.seq) for draft in drafts}) == 3
+    check(drafts, folder)
 
 
 def test_drawn_drafts_leave_the_verifiers_distribution(folder: Path) -> None:
@@ -165,7 +140,8 @@ def test_rows_of_plain_steps_have_the_steering_of_the_position_before(
     """Hidden states of more steps than the buffer holds wait, since the drafter catches up before it is full."""
     monkeypatch.setattr(names, "MAX_PENDING_FEATURES", 160)
     with opened(folder, 1) as runtime:
-        watched, drafter = Watched.of(runtime, monkeypatch), runtime._speculation.drafter("sd2")
+        drafter = drafter_of(runtime, "sd2")
+        found = watched(drafter, monkeypatch)
         offers, make_space, made = drafter.offers, drafter._make_space, []
         monkeypatch.setattr(drafter, "_make_space", lambda seq, slot: made.append(slot) or make_space(seq, slot))
         monkeypatch.setattr(drafter, "offers", lambda seq, budget: offers(seq, budget) if drafts(seq) else ())
@@ -175,8 +151,7 @@ def test_rows_of_plain_steps_have_the_steering_of_the_position_before(
 
         drawn, prompt = params(HOT, 200, acceptance="rejection"), PROMPTS[2]
         runtime.generate([prompt], drawn, SpeculationParams("sd2", budget=Budget(3, 3, 1)))
-    ((_, found),) = watched.drafts.items()
     lengths = [len(draft.tokens) for draft in found]
     assert max(after - before for before, after in pairwise(lengths)) > 160
     assert made
-    watched.check(folder)
+    check(found, folder)

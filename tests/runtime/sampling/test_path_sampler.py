@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from redraft.runtime import SamplingParams
 from redraft.runtime.sampling import make_sampler
-from redraft.runtime.sampling.path_sampler import PathSampler, choose, perturbed
+from redraft.runtime.sampling.path_sampler import choose, perturbed
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sampling.truncation import Support, support_of
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import NOT_REACHED, DraftTree
@@ -46,11 +47,9 @@ def random_tree(generator: np.random.Generator, tokens: list[int]) -> tuple[Draf
     return make_tree(ids, parents, [1.0] * len(ids)), paths
 
 
-def decode(
-    params: SamplingParams, trees: int | None, make: Callable[..., PathSampler] = make_sampler
-) -> tuple[PathSampler, list[int], int]:
+def decode(params: SamplingParams, trees: int | None) -> tuple[Sampler, list[int], int]:
     """Return the sampler, its tokens and how many were accepted. trees: seed of random trees, None for none."""
-    sampler, tokens, accepted = make(params, STOPS, True), list(PROMPT), 0
+    sampler, tokens, accepted = make_sampler(params, STOPS, True), list(PROMPT), 0
     generator = np.random.default_rng(trees)
     while len(tokens) < len(PROMPT) + LENGTH:
         tree, paths = (root_only(tokens[-1]), [tokens])
@@ -103,37 +102,6 @@ def test_seeds_and_positions_matter() -> None:
     assert texts[0] == texts[3]
     assert len({tuple(text) for text in texts}) == 3
     assert len(set(texts[0])) > 5
-
-
-class OfTheParent(PathSampler):
-    """A sampler that forgets to move its states to the child."""
-
-    def _advance(self, fresh: Sequence[int]) -> None:
-        if isinstance(fresh, tuple):
-            self._length += 1
-        else:
-            super()._advance(fresh)
-
-
-class OfTheRoot(PathSampler):
-    """A sampler that gives all nodes of a tree the noise of the root's position."""
-
-    def _advance(self, fresh: Sequence[int]) -> None:
-        super()._advance(fresh)
-        self._length -= isinstance(fresh, tuple)
-
-
-@pytest.mark.parametrize("wrong", [OfTheParent, OfTheRoot])
-def test_the_state_of_a_wrong_node_is_found(wrong: type[PathSampler]) -> None:
-    """These deliberate bugs change texts, so the tests above find them."""
-    from redraft.runtime.sampling.processors import make_processors
-
-    def make(params: SamplingParams, stops: Sequence[int], record: bool) -> PathSampler:
-        return wrong(params, make_processors(params, stops), record)
-
-    params = SamplingParams(**ALL)
-    assert decode(params, None, make)[1] == decode(params, None)[1]
-    assert decode(params, 3, make)[1] != decode(params, None)[1]
 
 
 def test_log_probabilities_are_those_of_the_drawn_distribution() -> None:

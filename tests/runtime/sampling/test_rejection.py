@@ -14,7 +14,6 @@ from redraft.runtime.sampling.rejection import verify_block, verify_tree
 from redraft.runtime.tree import is_chain, layout, merge, prune, within
 from redraft.types import NOT_REACHED, Budget, DraftTree, Draws, OfferKind, Tree
 from tests.runtime.sampling.laws import (
-    Law,
     Model,
     Proposed,
     chosen,
@@ -165,30 +164,19 @@ def _cut(made: DraftTree, ready: Tree | None, limits: StepLimits, nodes: int) ->
     return tree
 
 
-def _law(shape: str = "two levels") -> Law:
-    return law_of(drawn_trees(Q, SHAPES[shape]), P, 3)
+RIGHT = rejection.residual, rejection.acceptance
+MISTAKES = {
+    "p and q swapped": ("residual", lambda p, q: RIGHT[0](q, p)),
+    "an acceptance of q over p": ("acceptance", lambda p, q, token: RIGHT[1](q, p, token)),
+    "no normalisation": ("residual", lambda p, q: np.maximum(p - q, 0)),
+    "a sibling that stays in q": ("without", lambda p, token: p),
+}
 
 
-def test_p_and_q_swapped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rejection.residual
-    monkeypatch.setattr(rejection, "residual", lambda p, q: right(q, p))
-    assert farthest(_law(), closed_form(P, 3)) > WRONG
-
-
-def test_an_acceptance_of_q_over_p_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rejection.acceptance
-    monkeypatch.setattr(rejection, "acceptance", lambda p, q, token: right(q, p, token))
-    assert farthest(_law(), closed_form(P, 3)) > WRONG
-
-
-def test_a_residual_without_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "residual", lambda p, q: np.maximum(p - q, 0))
-    assert farthest(_law(), closed_form(P, 3)) > WRONG
-
-
-def test_a_sibling_that_stays_in_q_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "without", lambda p, token: p)
-    assert farthest(_law(), closed_form(P, 3)) > WRONG
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, *MISTAKES[mistake])
+    assert farthest(law_of(drawn_trees(Q, SHAPES["two levels"]), P, 3), closed_form(P, 3)) > WRONG
 
 
 def test_pruning_by_drawn_values_is_found() -> None:
@@ -204,14 +192,6 @@ def test_pruning_by_drawn_values_is_found() -> None:
 def test_a_stop_at_an_unlikely_draw_is_found() -> None:
     trees = ((share, tree.first(3 if tree.log_probs[3] > -2 else 2)) for share, tree in drawn_trees(Q, SHAPES["chain"]))
     assert farthest(law_of(trees, P, 4), closed_form(P, 4)) > WRONG
-
-
-def test_the_state_of_another_node_is_found() -> None:
-    def wrong(tree: Tree, target: rejection.Target, chance: rejection.Chance) -> rejection.Accepted:
-        return verify_tree(tree, lambda node: target(max(node - 1, 0)), chance)
-
-    law = law_of(drawn_trees(Q, SHAPES["two levels"]), P, 3, wrong)
-    assert farthest(law, closed_form(P, 3)) > WRONG
 
 
 def test_a_cut_may_not_drop_the_first_of_two_draws() -> None:
