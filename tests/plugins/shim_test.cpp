@@ -3,9 +3,7 @@
 // usage: shim_test NAME ORDER; prints numbers, or ends by abort.
 
 #include <stdio.h>
-#include <string.h>
 
-#include <random>
 #include <string>
 #include <vector>
 
@@ -106,37 +104,6 @@ void launch(Kernel kernel) {
   cuda_on_cpu::launch(2, 1, kThreads, 8 * kThreads * sizeof(int), kernel);
 }
 
-// Product of random matrices on one warp, the operands laid out as the PTX ISA says; prints the largest error.
-template <class T>
-void products(uint16_t (*narrow)(float), float (*widen)(uint16_t)) {
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal;
-  float a[16][16], b[16][8], sums[16][8];
-  for (auto &row : a)
-    for (float &x : row) x = widen(narrow(normal(random)));
-  for (auto &row : b)
-    for (float &x : row) x = widen(narrow(normal(random)));
-  cuda_on_cpu::launch(1, 1, 32, 0, [&] {
-    const int g = thread_index() / 4;
-    const int t = thread_index() % 4;
-    const auto pair = [&](float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; };
-    const uint32_t left[4] = {pair(a[g][2 * t], a[g][2 * t + 1]), pair(a[g + 8][2 * t], a[g + 8][2 * t + 1]),
-                              pair(a[g][2 * t + 8], a[g][2 * t + 9]), pair(a[g + 8][2 * t + 8], a[g + 8][2 * t + 9])};
-    float sum[4] = {};
-    multiply_add_k16<T>(sum, left, pair(b[2 * t][g], b[2 * t + 1][g]), pair(b[2 * t + 8][g], b[2 * t + 9][g]));
-    for (int i = 0; i < 4; ++i) sums[g + i / 2 * 8][2 * t + i % 2] = sum[i];
-  });
-  float worst = 0;
-  for (int i = 0; i < 16; ++i) {
-    for (int j = 0; j < 8; ++j) {
-      double expected = 0;
-      for (int k = 0; k < 16; ++k) expected += static_cast<double>(a[i][k]) * b[k][j];
-      worst = fmaxf(worst, fabs(expected - sums[i][j]));
-    }
-  }
-  printf("%g\n", static_cast<double>(worst));
-}
-
 }  // namespace
 
 int main(int, char **arguments) {
@@ -170,35 +137,8 @@ int main(int, char **arguments) {
     print_truncated({1, INFINITY, 0, 0, 0});
     return 0;
   }
-  if (name == "truncated half") {
-    cuda_on_cpu::set_sums(cuda_on_cpu::Sums::kTruncated);
-    products<Half>(cuda_on_cpu::float_to_half, cuda_on_cpu::half_to_float);
-    return 0;
-  }
   if (name == "drift") launch([&] { drift(out.data()); });
   if (name == "uneven") launch([&] { uneven(0); });
-  if (name == "half") products<Half>(cuda_on_cpu::float_to_half, cuda_on_cpu::half_to_float);
-  if (name == "bfloat16") products<Bfloat16>(cuda_on_cpu::float_to_bfloat16, cuda_on_cpu::bfloat16_to_float);
-  if (name == "conversions") {
-    for (int bits = 0; bits < 65536; ++bits) {
-      const float value = cuda_on_cpu::half_to_float(static_cast<uint16_t>(bits));
-      const float wide = cuda_on_cpu::bfloat16_to_float(static_cast<uint16_t>(bits));
-      fwrite(&value, 4, 1, stdout);
-      fwrite(&wide, 4, 1, stdout);
-    }
-    std::mt19937 random(2);
-    for (int i = 0; i < 200000; ++i) {
-      const uint32_t bits = random();
-      float value;
-      memcpy(&value, &bits, 4);
-      const uint16_t narrow[2] = {cuda_on_cpu::float_to_half(value), cuda_on_cpu::float_to_bfloat16(value)};
-      const uint32_t rounded = round_tf32(value);
-      fwrite(&value, 4, 1, stdout);
-      fwrite(narrow, 4, 1, stdout);
-      fwrite(&rounded, 4, 1, stdout);
-    }
-    return 0;
-  }
   print(out);
   return 0;
 }
