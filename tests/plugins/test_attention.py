@@ -27,7 +27,7 @@ def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> None:
     [
         *((head_dim, [70, 0, 131, 64], 13, (4, 2), {}) for head_dim in HEAD_DIMS),
         (256, [131, 70], 13, (4, 2), {"scale": 1 / 16}),
-        (64, [700, 33], 23, (6, 2), {}),
+        (64, [300, 33], 23, (6, 2), {}),
         (128, [1100], 4, (2, 1), {"scale": 128**-0.5}),
         (64, [90], 8, (2, 1), {"softcap": 2.0, "scale": 0.5}),
     ],
@@ -59,8 +59,8 @@ def test_a_long_prefix_shared_among_any_number_of_blocks(any_kernels: Kernels, d
 
 
 def test_blocks_share_units_of_several_row_blocks(kernels: Kernels) -> None:
-    case = random_case(7, "float16", 64, [500, 90], 70, (8, 2))
-    for ctas in (3, 5, 11):
+    case = random_case(7, "float16", 64, [250, 90], 40, (8, 2))
+    for ctas in (3, 11):
         assert_right(kernels, case, ctas=ctas)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.export.checkpoint.model_config import load_config
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.drafters.checkpoint import Identity, save_drafter
-from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
+from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.decoder import DecoderDrafter
 from redraft.runtime.sequence import Sequence
@@ -23,48 +24,51 @@ from redraft.types import Budget, Tree
 from tests.export.models import write_checkpoint
 from tests.little import WORDS, write_tokenizer
 
-from .steered_bundle import STATES, random_steering, verifiers_layers
-
 CONTEXT, STEPS = 320, 6
+DRAFTED = len(WORDS) - 2
+"""Tokens that `wide` drafts, from the second one on."""
+STATES = ("2", "1", "0")
+"""h, m and l: the hidden states after these layers, counted from 0, which steer `sd2`."""
 
 
 def write_bundle(folder: Path) -> Path:
     """Build `folder`/engines from a checkpoint, next to its drafters.
 
-    same: the verifier's own checkpoint.   narrow: its first layer.   wide: the same, with trees.
-    part: its first layer and all but two of its tokens.
-    sd2:  the verifier's first and last layer, steered.   sd2-part: the same for all but two tokens, in int8.
+    same: the verifier's own checkpoint.   narrow: its first layer.   wide: the same, with trees of DRAFTED tokens.
+    sd2:  the verifier's first and last layer, steered.
     """
     rope = dict(rope_type="default", rope_theta=10000.0)
     sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=4,
                  max_position_embeddings=CONTEXT, rope_parameters=rope)  # fmt: skip
     verifier = Checkpoint.open(write_checkpoint(folder / "verifier", "llama", **sizes))
     write_tokenizer(folder / "verifier")
-    for name, drafted, steered in (
-        ("student", 0, False), ("part", len(WORDS) - 2, False), ("sd2", 0, True), ("sd2-part", len(WORDS) - 2, True),
-    ):  # fmt: skip
-        write_student(folder / name, verifier, drafted, steered)
+    write_student(folder / "student", verifier)
+    write_student(folder / "part", verifier, DRAFTED)
+    write_student(folder / "sd2", verifier, steered=True)
     exact = {"precision": "fp32"}
     drafters = (
         DrafterBuild("same", str(folder / "verifier"), "draft_model", exact),
         DrafterBuild("narrow", str(folder / "student"), "draft_model", exact),
-        DrafterBuild("wide", str(folder / "student"), "draft_model", {**exact, "width": 3, "nodes": 14, "steps": 6}),
-        DrafterBuild("part", str(folder / "part"), "draft_model", exact),
+        DrafterBuild("wide", str(folder / "part"), "draft_model", {**exact, "width": 3, "nodes": 14, "steps": 6}),
         DrafterBuild("sd2", str(folder / "sd2"), "steered", {**exact, "steps": STEPS}),
-        DrafterBuild("sd2-part", str(folder / "sd2-part"), "steered"),
     )
     model = Model("little", str(verifier.path), verifier.path)
     build_bundle(model, BuildConfig(drafters=drafters), folder / "engines", {}, False, lambda message: None)
     return folder
 
 
-def write_student(folder: Path, verifier: Checkpoint, drafted: int, steered: bool) -> None:
+def write_student(folder: Path, verifier: Checkpoint, drafted: int = 0, steered: bool = False) -> None:
     """Write the verifier's first layer and final norm, with `drafted` tokens, or all for 0. If steered, two layers."""
     layers, states = ((0, 3), STATES) if steered else ((0,), ())
     config = configuration_of(load_config(verifier), len(WORDS), layers, drafted, states)
-    student = verifiers_layers(DraftModel(config), verifier)
-    if steered:
-        random_steering(student)
+    student = DraftModel(config)
+    whole = AutoModelForCausalLM.from_pretrained(verifier.path).state_dict()
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in student.state_dict().items():
+        if name.startswith("steering."):  # changes each logit
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.15)
+        else:
+            tensor.copy_(whole[name.replace("layers.1.", f"layers.{layers[-1]}.")])
     tokens = torch.arange(1, 1 + drafted) if drafted else None
     counts = torch.ones(len(WORDS), dtype=torch.int32)
     method = "steered" if steered else "draft_model"
@@ -101,3 +105,47 @@ def watched(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[Draft]:
 
     patch.setattr(drafter, "draft", observed)
     return drafts
+
+
+@dataclass
+class Rows:
+    """The logits of `sd2`'s training module, in one pass over a drafter's rows, each with the g that it was made with.
+
+    tokens: of the rows.   sources: the position of the verifier's hidden states that steered each row, -1 for none.
+    """
+
+    folder: Path
+    tokens: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.student = open_student(self.folder / "sd2")
+        self.verifier = AutoModelForCausalLM.from_pretrained(self.folder / "verifier").eval()
+
+    @torch.no_grad()
+    def draft(self, committed: abc.Sequence[int], drafted: abc.Sequence[int], steps: int) -> torch.Tensor:
+        """Draft after these tokens, whatever tokens are chosen. Returns the logits of each drafted token, [steps, V].
+
+        Rows of drafted tokens that were committed stay. The other rows but the last one catch up, each with the g of
+        the position before it. The last returned token is at t: its g_t comes from t - 1, whose logits gave it.
+        """
+        last, kept = len(committed) - 1, 0
+        while kept < min(len(self.tokens), last) and self.tokens[kept] == committed[kept]:
+            kept += 1
+        self.tokens = [*self.tokens[:kept], *committed[kept:], *drafted[: steps - 1]]
+        self.sources = [*self.sources[:kept], *range(kept - 1, last), *[last - 1] * (steps - 1)]
+        states = self.verifier.model(torch.tensor([list(committed)]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[int(name) + 1] for name in STATES], dim=-1)[:, torch.tensor(self.sources).clamp(0)]
+        assert self.student.steering is not None
+        biases = self.student.steering(features, torch.arange(len(self.tokens))[None])
+        hidden = self.student(self.verifier.model.embed_tokens(torch.tensor([self.tokens])), biases)
+        logits: torch.Tensor = self.verifier.lm_head(hidden)[0, -steps:]
+        return logits
+
+
+def open_student(folder: Path) -> DraftModel:
+    """The student in a drafter's folder."""
+    opened = DrafterCheckpoint.open(folder)
+    student = DraftModel(opened.configure(DraftModelConfig)).eval()
+    opened.load(student)
+    return student

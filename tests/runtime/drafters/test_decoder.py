@@ -22,8 +22,7 @@ from redraft.types import Budget, Tree
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .decoder_bundle import CONTEXT, drafter_of, watched
-from .steered_bundle import open_student
+from .decoder_bundle import CONTEXT, DRAFTED, drafter_of, open_student, watched
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1, 2, 20, 6, 7, 13, 9, 9, 4, 11, 3]]
 LONG = [3 + number * number % 29 for number in range(90)]
@@ -44,7 +43,7 @@ WIDE = SpeculationParams("wide", budget=Budget(9, 4, 3))
 @pytest.mark.parametrize(("slots", "device"), [(1, None), (2, None), (1, "cpu"), (2, "cpu")])
 def test_texts_are_the_verifiers(folder: Path, slots: int, device: str | None) -> None:
     with opened(folder, slots, device) as runtime:
-        for temperature, ways in ((0.0, (chains("narrow", 6), WIDE)), (1.0, (chains("part", 6), WIDE, "ngram+narrow"))):
+        for temperature, ways in ((0.0, (chains("narrow", 6), WIDE)), (1.0, (chains("wide", 6), WIDE, "ngram+narrow"))):
             params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=temperature, seed=4)
             plain = [text.token_ids for text in runtime.generate([*PROMPTS, LONG], params, "none")]
             for way in ways:
@@ -82,15 +81,18 @@ def runs_of(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[tuple[in
 class Reference:
     """The draft model in torch. It computes every token of a text again."""
 
-    def __init__(self, folder: Path, student: str) -> None:
+    def __init__(self, folder: Path, student: str, drafted: slice = slice(None)) -> None:
+        """drafted: the tokens that it drafts."""
         self.model = open_student(folder / student)
         stored = load_file(Checkpoint.open(folder / "verifier").path / "model.safetensors")
         self._embedding, self._head = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
+        self._left_out = torch.full((len(self._head),), -torch.inf)
+        self._left_out[drafted] = 0
 
     @torch.no_grad()
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
         states = self.model(F.embedding(torch.tensor([tokens]), self._embedding))
-        return (self._head @ states[0, -1]).log_softmax(-1)
+        return (self._head @ states[0, -1] + self._left_out).log_softmax(-1)
 
     def check(self, tokens: list[int], tree: Tree) -> None:
         """Every node is a likeliest token after its path, with its joint probability."""
@@ -121,7 +123,7 @@ def test_drafts_continue_all_committed_tokens(folder: Path, slots: int, monkeypa
 
 
 def test_trees_have_the_likeliest_nodes_of_every_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = Reference(folder, "student")
+    reference = Reference(folder, "part", slice(1, 1 + DRAFTED))
     with opened(folder, 2) as runtime:
         drafts = watched(drafter_of(runtime, "wide"), monkeypatch)
         ways = [SpeculationParams("wide", budget=Budget(12, 5, 3)), SpeculationParams("wide", budget=Budget(6, 3, 2))]
@@ -267,7 +269,7 @@ def with_fixed_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     ("acceptance", "how"),
     [
         ("rejection", chains("narrow", 4)),
-        ("rejection", SpeculationParams("part")),
+        ("rejection", SpeculationParams("wide")),
         ("block", SpeculationParams("ngram+narrow")),
     ],
     ids=["chains", "adaptive, some tokens", "adaptive blocks"],

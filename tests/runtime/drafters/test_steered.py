@@ -20,8 +20,7 @@ from tests.runtime.devices import opener
 from tests.runtime.fakes import fix_costs
 from tests.runtime.test_rejection_drafts import FAR, chi_square
 
-from .decoder_bundle import STEPS, Draft, drafter_of, watched
-from .steered_bundle import Rows, open_student
+from .decoder_bundle import STEPS, Draft, Rows, drafter_of, open_student, watched
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1], [3 + number * number % 27 for number in range(90)]]
 CLOSE = 1e-4
@@ -29,7 +28,7 @@ HOT = 2.0
 """A temperature at which long drafts are accepted too."""
 WAYS = (
     SpeculationParams("sd2", budget=Budget(STEPS, STEPS, 1)),
-    SpeculationParams("sd2-part", budget=Budget(3, 3, 1)),
+    SpeculationParams("sd2", budget=Budget(3, 3, 1)),
     "ngram+sd2",
 )
 
