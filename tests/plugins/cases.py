@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -82,11 +82,6 @@ def random_case(
         positions,
         **options,  # type: ignore[arg-type]
     )
-
-
-def with_lengths(case: Case, cache_len: list[int]) -> Case:
-    """Return the same call with other lengths."""
-    return replace(case, cache_len=np.array(cache_len))
 
 
 def reference(case: Case) -> tuple[NDArray[np.float64], NDArray, NDArray]:

@@ -11,7 +11,8 @@ import torch
 from redraft.export.graph.tree_attention import tree_attention
 from redraft.plugins.library import HEAD_DIMS, Kernels
 
-from .cases import Case, attend, error_of, random_case, reference, same_bits, with_lengths
+from .cases import Case, attend, attention_args, error_of, random_case, reference, same_bits
+from .devices import DeviceMemory, capture, current_stream
 
 
 def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> None:
@@ -122,10 +123,11 @@ def test_a_length_outside_the_cache_harms_nothing(any_kernels: Kernels, wrong: i
     for cache in (case.key_cache, case.value_cache):
         cache[np.isnan(cache)] = 0
     capacity = case.key_cache.shape[2]
-    out, keys, values = attend(any_kernels, with_lengths(case, [60, wrong, 31]))
+    out, keys, values = attend(any_kernels, replace(case, cache_len=np.array([60, wrong, 31])))
     nearest = min(max(wrong, 0), capacity)
-    right = replace(case, counts=np.array([6, min(6, capacity - nearest), 6]))
-    expected, expected_keys, expected_values = reference(with_lengths(right, [60, nearest, 31]))
+    counts = np.array([6, min(6, capacity - nearest), 6])
+    right = replace(case, counts=counts, cache_len=np.array([60, nearest, 31]))
+    expected, expected_keys, expected_values = reference(right)
     assert np.isfinite(out).all()
     assert same_bits(keys, expected_keys)
     assert same_bits(values, expected_values)
@@ -142,3 +144,22 @@ def test_the_exported_operator_means_the_same(kernels: Kernels) -> None:
     expected = tree_attention(*flat, *map(torch.from_numpy, rest), None, case.scale, 0.0, case.window, 0, 4, 2)
     for found, tensor in zip(attend(kernels, case), expected, strict=True):
         np.testing.assert_allclose(found.reshape(tensor.shape), tensor.numpy(), atol=2e-6)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_lengths_that_change(device_kernels: Kernels) -> None:
+    case, memory = random_case(21, "float16", 128, [900, 900], 5, (4, 2)), DeviceMemory()
+    for cache in (case.key_cache, case.value_cache):
+        cache[np.isnan(cache)] = 1
+    args = attention_args(case, memory)
+    scratch = np.full(device_kernels.workspace_bytes(args), 255, dtype=np.uint8)
+    address = memory.put(scratch)
+    graph = capture([lambda: device_kernels.attend(args, address, scratch.nbytes, current_stream())])
+    for kv_len in (900, 17, 0):
+        lengths = np.array([kv_len, kv_len])
+        memory.held[args.cache_len].copy_(memory.torch.from_numpy(lengths.view(np.uint8)))
+        graph.replay()
+        captured = memory.get(args.out, case.q)
+        memory.held[args.out].zero_()
+        device_kernels.attend(args, address, scratch.nbytes)
+        assert same_bits(captured, memory.get(args.out, case.q))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -61,3 +65,22 @@ def test_they_notice_compaction_that_moves_nothing(kernels: Kernels, monkeypatch
     monkeypatch.setattr(Kernels, "compact", lambda self, args, stream=0: None)
     with pytest.raises(KernelError, match="float16, compaction of 1 rows"):
         list(checks(kernels, kv_len=21))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_compute_sanitizer_finds_nothing(device_kernels: Kernels, tool: str) -> None:
+    """Allocations are the driver's, not PyTorch's pool, so that an access past an end is seen.
+
+    Initcheck follows the writes of every kernel: without PyTorch's own, it would take their memory for unwritten.
+    """
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    ours_only = [] if tool == "initcheck" else ["--kernel-regex", "kns=redraft"]
+    command = [sanitizer, "--tool", tool, *ours_only, "--report-api-errors", "no", "--error-exitcode", "9",
+               sys.executable, "-m", "tests.plugins.checks"]  # fmt: skip
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert '"compaction"' in done.stdout

@@ -9,7 +9,6 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime import SpeculationParams
-from redraft.runtime.controller import BudgetController
 from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import Confidence, GammaTune, GammaTunePlus, LengthRule, Svip
 from redraft.runtime.cycle import fit
@@ -56,14 +55,6 @@ def test_drawn_drafts_are_verified_whole_as_draws() -> None:
     for rule in (Confidence(threshold=0.6), Svip()):
         (found,) = LengthController(rule).cut([seq := sequence()], [planned(LengthController(rule), seq)], [tree])
         assert found is tree
-
-
-def test_controllers_of_budgets_must_say_which() -> None:
-    class Silent(BudgetController):
-        """Has no budget."""
-
-    with pytest.raises(TypeError, match="abstract method"):
-        Silent()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("name", ["fixed,gamma=3", "gammatune", "gammatune+", "heuristic", "confidence", "svip"])
