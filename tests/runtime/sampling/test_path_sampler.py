@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -23,8 +24,14 @@ STOPS = (0, 7)
 
 def model(path: Sequence[int]) -> np.ndarray:
     """Return the toy model's logits after a path. They depend on the last three tokens."""
-    generator = np.random.default_rng([7, *path[-3:]])
-    return generator.normal(0, 2, VOCABULARY).astype(np.float32)
+    return _logits_after(*path[-3:])
+
+
+@cache
+def _logits_after(*tokens: int) -> np.ndarray:
+    logits = np.random.default_rng([7, *tokens]).normal(0, 2, VOCABULARY).astype(np.float32)
+    logits.setflags(write=False)
+    return logits
 
 
 def twice(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
