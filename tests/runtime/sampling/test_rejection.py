@@ -46,11 +46,6 @@ def test_trees_keep_the_distribution(shape: str, repeats: bool) -> None:
     assert farthest(law, closed_form(P, 4)) < EXACT
 
 
-def test_four_tokens() -> None:
-    p, q = model(3, 4), model(4, 4)
-    assert farthest(law_of(drawn_trees(q, [-1, 0, 0, 0, 1], False, 4), p, 3), closed_form(p, 3, 4)) < EXACT
-
-
 @pytest.mark.parametrize("verify", [verify_tree, verify_block])
 @pytest.mark.parametrize("p", [P, model(5, sharp=8.0)], ids=["flat", "sharp"])
 def test_chains(verify: rejection.Target, p: Model) -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from redraft.engines import open_bundle
 from redraft.errors import BundleError, UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.sampling import model_sampling
-from tests.runtime.devices import cpu_device, open_over
 
 PROMPTS = [[5, 6, 7], [8, 9, 5, 6] * 3, [3, 4] * 10]
 PARAMS = (
@@ -43,19 +41,6 @@ def test_a_seed_gives_the_same_tokens_whatever_the_method_and_the_batch(lyanna_b
                     assert [one.logprobs for one in found] == [one.logprobs for one in expected], way
                     if isinstance(way, SpeculationParams):
                         assert sum(one.metrics.num_accepted_draft_tokens for one in found) > 0, way
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_steps_on_a_device_give_the_hosts_tokens(lyanna_bundle: Path, max_num_seqs: int) -> None:
-    """The device's logits are copied to the host's sampler."""
-    prompts = [[5, 6, 7], [8, 9, 5, 6]]
-    params = [SamplingParams(max_tokens=24, temperature=0.5, seed=3), SamplingParams(max_tokens=24)]
-    how = SpeculationParams("lyanna", budget=Budget(6, 3, 2))
-    with opened(lyanna_bundle) as host:
-        expected = [host.generate([prompt], one, "none")[0] for prompt, one in zip(prompts, params, strict=True)]
-    with open_over(cpu_device(open_bundle(lyanna_bundle, verify=False)), lyanna_bundle, max_num_seqs) as runtime:
-        found = runtime.generate(prompts, params, how)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
 CHAT = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
