@@ -190,7 +190,8 @@ class OneCallDrafter(FeatureBuffers):
 
         def rows() -> Array:
             """Return the logits of the unused steps."""
-            return (chain.read() if chain.host is None else chain.host)[0, first:]
+            unused: Array = (chain.read() if chain.host is None else chain.host)[0, first:]
+            return unused
 
         return ChainProposal(rows, scale, tokens, self.added_logits)
 
