@@ -48,7 +48,7 @@ def examine_engines(engines: Path, max_num_seqs: int, verify: bool | None = None
     with Runtime.open(engines, max_num_seqs=max_num_seqs, verify=verify) as runtime:
         costs = {
             "measured": _by_size(runtime.costs.measured),
-            "believed": _by_size({n: runtime.costs.estimated[n] for n in runtime.costs.measured}),
+            "believed": _by_size(runtime.costs.estimated),
         }
         return BundleFindings(_exactness(runtime), costs)
 

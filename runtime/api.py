@@ -1,42 +1,30 @@
 """The runtime's public interface: open a bundle, generate or stream text, and read metrics."""
 
-# pylint: disable=too-many-lines  # the public interface in one file
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import IO, Any, Self
 
-from redraft import names
 from redraft.engines import Bundle, check_max_num_seqs, open_bundle, open_device, open_host
-from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
-from redraft.methods import NONE, UNBUILT, find_method
-from redraft.packages import package_version
 from redraft.runtime import scheduler
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.exactness import settle_exactness
-from redraft.runtime.generation import Generation, Pieces, RequestError
-from redraft.runtime.measurements import load_costs, save_costs
-from redraft.runtime.metrics import summarise
-from redraft.runtime.offers import Speculation
+from redraft.runtime.generation import Generation, Pieces, RequestError, generation_of
+from redraft.runtime.measurements import Identity, identity_of, load_costs, save_costs
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
-from redraft.runtime.prompts import Prompt, PromptEncoder
-from redraft.runtime.sampling import make_sampler, model_sampling
-from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
-from redraft.runtime.sampling.noise import NO_NOISE, draft_noise
-from redraft.runtime.sampling.sampler import Sampler
+from redraft.runtime.requests import Prompt, RequestMaker, parameters_of
+from redraft.runtime.sampling import model_sampling
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.speculation import SpeculationFactory
-from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance
+from redraft.runtime.speculation import SpeculationFactory, check_options
+from redraft.runtime.synthetic import Acceptance
 from redraft.runtime.tokenizer import Detokenizer, Tokenizer
 from redraft.runtime.trace import TraceWriter
 from redraft.runtime.verifier import Verifier, open_verifier
@@ -55,14 +43,13 @@ class Runtime:
         self, verifier: Verifier, tokenizer: Tokenizer, costs: VerifyCosts, max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, bundle: Bundle | None = None,
-        identity: Mapping[str, str | int] | None = None, exact: bool = False,
+        identity: Identity | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         """identity: settings that measured costs depend on, apart from the machine. `open` sets all of them."""
         self.verifier = verifier
         self.tokenizer = tokenizer
         self.costs = costs
         self.max_model_len = max_model_len
-        self._stop_tokens = frozenset(eos_token_ids)
         self._bundle = bundle
         self._identity = identity or {}
         self._exact = exact
@@ -70,6 +57,8 @@ class Runtime:
         self._speculation = SpeculationFactory(
             verifier, costs, drafter_options or {}, bundle, self._identity, self.exact
         )
+        stop_tokens = frozenset(eos_token_ids)
+        self._requests = RequestMaker(tokenizer, verifier.vocabulary, max_model_len, stop_tokens, self._speculation)
         self._busy = threading.Lock()
 
     @classmethod
@@ -100,7 +89,7 @@ class Runtime:
                 f"threads must be at most {MOST_THREADS}, not {threads}", "give one a core, or leave it out"
             )
         bundle = open_bundle(path, verify)
-        _check_options(drafter_options, bundle)
+        check_options(drafter_options or {}, bundle)
         manifest = bundle.manifest
         if device is None and manifest.tensorrt is not None:
             device = "cuda"
@@ -111,7 +100,7 @@ class Runtime:
         tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         opened = open_device(bundle, device, threads) if device else open_host(bundle, threads, max_num_seqs, exact)
         verifier = open_verifier(bundle, opened, max_num_seqs, largest_tree=largest[1] if largest else sys.maxsize)
-        identity = _identity(bundle, opened, threads, max_num_seqs)
+        identity = identity_of(bundle, opened, threads, max_num_seqs)
         if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)
         costs, rows, eos = load_costs(verifier, identity), manifest.max_model_len, manifest.eos_token_ids
@@ -200,7 +189,7 @@ class Runtime:
             for _ in scheduler.run(cycle, requests):
                 pass
             self._save_costs(_SAVE_STEPS)
-        generations = [self._generation(request, forced is not None) for request in requests]
+        generations = [generation_of(request, self.tokenizer, forced is not None) for request in requests]
         if any(generation.error for generation in generations):
             raise RequestError(generations)
         return generations
@@ -254,7 +243,7 @@ class Runtime:
 
     def _finished(self, request: Request) -> Generation:
         """Return the result of a request. Raises RequestError if it failed."""
-        generation = self._generation(request, False)
+        generation = generation_of(request, self.tokenizer)
         if request.error is not None:
             raise RequestError([generation])
         return generation
@@ -275,11 +264,7 @@ class Runtime:
         prompt that is empty without a BOS token, fills the context, or has an id past the vocabulary.
         """
         self._check_open()
-        return self._prompts.encode(prompt)
-
-    @cached_property
-    def _prompts(self) -> PromptEncoder:
-        return PromptEncoder(self.tokenizer, self.verifier.vocabulary, self.max_model_len)
+        return self._requests.encode(prompt)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -301,122 +286,10 @@ class Runtime:
 
         This may measure the costs of drafts, which overwrites KV rows, so no request may be running.
         """
-        sampling = _each(params, SamplingParams, len(prompts))
-        asked = _each(speculation, (str, SpeculationParams, NoneType), len(prompts))
-        speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
+        given = parameters_of(params, speculation, len(prompts))
         self.verifier.warm()
-        keys = [(how, one.constraint is not None) for how, one in zip(speculating, sampling, strict=True)]
-        plans = {key: self._speculation.create(*key, forced) for key in dict.fromkeys(keys)}
-        requests = [
-            self._request(prompt, one, plans[key], key[0], forced, record_logit_margins)
-            for prompt, one, key in zip(prompts, sampling, keys, strict=True)
-        ]
+        requests = self._requests.make(prompts, given, forced, record_logit_margins)
         cycle = Cycle(self.verifier, costs=self.costs)
         if trace is not None:
             cycle.record = TraceWriter(trace, self.costs.table_ms(1))
         return cycle, requests
-
-    @cached_property
-    def _guided(self) -> Any:
-        """The tokenizer in the form of constraints. Raises UsageError if they are not possible."""
-        return guided_tokenizer(self.tokenizer.tokenizer, self.verifier.vocabulary, sorted(self._stop_tokens))
-
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, speculation: Speculation, asked: SpeculationParams,
-        forced: Acceptance | None, record_logit_margins: bool,
-    ) -> Request:  # fmt: skip
-        ids = self.encode(prompt)
-        stop_tokens = frozenset() if params.ignore_eos else self._stop_tokens
-        params.check_vocabulary(self.verifier.vocabulary, stop_tokens)
-        if params.min_tokens > self.max_model_len - len(ids):
-            raise UsageError(
-                f"min_tokens is {params.min_tokens}, and after {len(ids)} tokens of the prompt the context holds "
-                f"{self.max_model_len - len(ids)} more",
-                "lower min_tokens, or shorten the prompt",
-            )
-        grammar = params.constraint
-        constraint = None if grammar is None else Constraint(grammar, self._guided)
-        if constraint is not None:
-            constraint.check_first(params.forbidden(stop_tokens), self.verifier.vocabulary)
-        sampler: Sampler = make_sampler(params, stop_tokens, record_logit_margins, constraint)
-        if forced is not None:
-            sampler = SyntheticAcceptance(forced, params.seed)
-            params, stop_tokens = replace(params, stop=()), frozenset()
-        request = Request(
-            tokens=ids,
-            prompt_length=len(ids),
-            limit=min(len(ids) + params.max_tokens, self.max_model_len),
-            stop_tokens=stop_tokens,
-            sampler=sampler,
-            noise=draft_noise(params) if forced is None else NO_NOISE,
-            text=Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens) if params.stop else None,
-            speculation=speculation,
-            tenant=asked.tenant,
-        )
-        if asked.prediction is not None:
-            self._speculation.predicted.predict(request, self._prompts.encode_prediction(asked.prediction))
-        if constraint is not None:
-            self._speculation.forced.constrain(request, constraint)
-        return request
-
-    def _generation(self, request: Request, synthetic: bool) -> Generation:
-        tokens = request.new_tokens
-        stream = request.text
-        if stream is None:
-            stream = Detokenizer(self.tokenizer, request.tokens[: request.prompt_length])
-            for token in tokens:
-                stream.push(token)
-        assert request.finish_reason is not None
-        waited, decoded = request.first_token - request.started, max(len(tokens) - 1, 0)
-        logit_margins, logprobs = request.sampler.logit_margins, request.sampler.logprobs
-        return Generation(
-            text=LABEL + stream.text if synthetic else stream.text,
-            token_ids=tuple(tokens),
-            finish_reason=request.finish_reason,
-            prompt_tokens=request.prompt_length,
-            metrics=summarise(request.counters, request.began, request.ended, decoded, waited, synthetic),
-            logit_margins=None if logit_margins is None else tuple(logit_margins[: len(tokens)]),
-            logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
-            error=request.error,
-        )
-
-
-def _each(values: Any, kind: type[Any] | tuple[type[Any], ...], count: int) -> list[Any]:
-    """Return the parameters of each prompt: one for all, or a list. Raises UsageError for other types and lengths."""
-    found = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [values] * count
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    wrong = next((value for value in found if not isinstance(value, kinds)), None)
-    if wrong is not None:
-        expected = " or ".join(one.__name__ for one in kinds if one is not NoneType)
-        raise UsageError(f"expected {expected}, one for all prompts or a list, found {type(wrong).__name__}")
-    if len(found) != count:
-        raise UsageError(f"found {len(found)} parameters for {count} prompts", "give one for all, or one each")
-    return found
-
-
-def _check_options(options: Mapping[str, Mapping[str, Any]] | None, bundle: Bundle) -> None:
-    """Raise UsageError for options that a drafter refuses, or of a drafter that the bundle lacks."""
-    known = {name: name for name in (NONE, *UNBUILT)}
-    known |= {name: drafter.method for name, drafter in bundle.manifest.drafters.items()}
-    for name, values in (options or {}).items():
-        if name not in known:
-            raise UsageError(
-                f"this bundle has no drafter {name!r} to give options", f"choose one of {', '.join(known)}"
-            )
-        find_method(known[name]).parse_options(values)
-
-
-def _identity(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> dict[str, str | int]:
-    """Return the settings that measured costs depend on, apart from the machine."""
-    manifest = bundle.manifest
-    graph = device.verifier_graph if isinstance(device, HostDevice) else names.VERIFIER
-    return {
-        "build": manifest.build_key,
-        "graph": manifest.files[manifest.graphs[graph].file].sha256,
-        "graphs": " ".join(manifest.files[graph.file].sha256[:16] for _, graph in sorted(manifest.all_graphs.items())),
-        "library": package_version("onnxruntime") or "none",
-        "backend": f"{manifest.backend} {manifest.backend_version}",
-        "threads": threads or 0,
-        "max_num_seqs": max_num_seqs,
-        "device": device.name,
-    }

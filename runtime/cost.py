@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -74,11 +74,6 @@ class VerifyCosts:
         for sequences, curve in (estimated or self.measured).items():
             self._add(sequences, np.log(curve.table_ms[1:]))
 
-    @classmethod
-    def of(cls, curve: CostCurve, sequences: int = 1) -> Self:
-        """Return costs with one known curve."""
-        return cls({sequences: curve})
-
     @property
     def largest(self) -> int:
         """Largest number of nodes of one sequence's tree, root included."""
@@ -86,8 +81,8 @@ class VerifyCosts:
 
     @property
     def estimated(self) -> dict[int, CostCurve]:
-        """Estimated curves, by sequences."""
-        return {sequences: CostCurve(tuple(self.table_ms(sequences))) for sequences in sorted(self._logs)}
+        """Estimated curves of the measured numbers of sequences."""
+        return {sequences: CostCurve(tuple(self.table_ms(sequences))) for sequences in self.measured}
 
     def table_ms(self, sequences: int) -> list[float]:
         """Return milliseconds by nodes, which never fall; entry 0 is 0. A correction makes a new list."""
@@ -98,13 +93,11 @@ class VerifyCosts:
             table = self._tables[sequences] = [0.0, *np.exp(self._logs[sequences]).tolist()]
         return table
 
-    def observe(self, sequences: int, nodes: int, ms: float) -> bool:
-        """Record a call over `sequences` trees of at most `nodes` nodes. Returns true if the estimate has changed."""
+    def observe(self, sequences: int, nodes: int, ms: float) -> None:
+        """Record a call over `sequences` trees of at most `nodes` nodes."""
         self._calls.append((sequences, nodes, ms))
-        if len(self._calls) < SETTLED_STEPS:
-            return False
-        self._settle()
-        return True
+        if len(self._calls) >= SETTLED_STEPS:
+            self._settle()
 
     def drift(self, saved: Mapping[int, CostCurve]) -> float:
         """Return the largest relative difference between the estimate and `saved`."""

@@ -10,11 +10,13 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from redraft.errors import RedraftError, UsageError
-from redraft.runtime.metrics import Metrics
+from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.offers import Plan
 from redraft.runtime.sampling.truncation import TokenLogprobs
 from redraft.runtime.sequence import FinishReason, Sequence
-from redraft.runtime.tokenizer import Detokenizer
+from redraft.runtime.synthetic import LABEL
+from redraft.runtime.tokenizer import Detokenizer, Tokenizer
+from redraft.runtime.tree import shared_nodes
 from redraft.types import Outcome, Tree
 
 
@@ -51,6 +53,28 @@ class Generation:
         }
 
 
+def generation_of(request: Sequence, tokenizer: Tokenizer, synthetic: bool = False) -> Generation:
+    """Return the result of a request that has ended. synthetic: True if its acceptance was forced."""
+    tokens, text = request.new_tokens, request.text
+    if text is None:
+        text = Detokenizer(tokenizer, request.tokens[: request.prompt_length])
+        for token in tokens:
+            text.push(token)
+    assert request.finish_reason is not None
+    waited, decoded = request.first_token - request.started, max(len(tokens) - 1, 0)
+    logit_margins, logprobs = request.sampler.logit_margins, request.sampler.logprobs
+    return Generation(
+        text=LABEL + text.text if synthetic else text.text,
+        token_ids=tuple(tokens),
+        finish_reason=request.finish_reason,
+        prompt_tokens=request.prompt_length,
+        metrics=summarise(request.counters, request.began, request.ended, decoded, waited, synthetic),
+        logit_margins=None if logit_margins is None else tuple(logit_margins[: len(tokens)]),
+        logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
+        error=request.error,
+    )
+
+
 class RequestError(UsageError):
     """Some requests failed while they ran. `generations` has the results of all: the others ended normally."""
 
@@ -84,15 +108,9 @@ def origins(plan: Plan, tree: Tree, outcome: Outcome) -> list[Origin]:
     A drafted node that the lookup had too counts for the lookup, as in `redraft.runtime.trace`. A tree on a device is
     all a drafter's.
     """
-    if plan.make is None or tree.on_device:
-        drafted = Origin.LOOKUP if plan.make is None else Origin.DRAFTER
-        return [drafted] * len(outcome.path) + [Origin.VERIFIER] * (len(outcome.tokens) - len(outcome.path))
-    known = list(zip(plan.found.parents.tolist(), plan.found.tokens.tolist(), strict=True))
-    node, found = 0, []
-    for token in outcome.tokens[: len(outcome.path)]:
-        node = known.index((node, token)) if (node, token) in known else -2  # -2 is no node's parent
-        found.append(Origin.LOOKUP if node > 0 else Origin.DRAFTER)
-    return [*found, *[Origin.VERIFIER] * (len(outcome.tokens) - len(found))]
+    looked_up = outcome.path if plan.make is None else () if tree.on_device else shared_nodes(tree, plan.found)
+    drafted = [Origin.LOOKUP if node in looked_up else Origin.DRAFTER for node in outcome.path]
+    return [*drafted, *[Origin.VERIFIER] * (len(outcome.tokens) - len(drafted))]
 
 
 class Pieces:

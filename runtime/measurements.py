@@ -16,9 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from redraft import names
 from redraft.cpus import default_threads
+from redraft.engines import Bundle
+from redraft.engines.device import Device
 from redraft.engines.gpu import find_gpu
+from redraft.engines.host_device import HostDevice
 from redraft.errors import BackendError
+from redraft.packages import package_version
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
@@ -39,6 +44,22 @@ _SAVED_DRIFT = 0.05
 _LOG = logging.getLogger("redraft.costs")
 Identity = Mapping[str, str | int]
 """Settings that figures depend on, apart from the machine: build, graph, threads, max_num_seqs, device …"""
+
+
+def identity_of(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> Identity:
+    """Return the identity of a bundle's figures on a device."""
+    manifest = bundle.manifest
+    graph = device.verifier_graph if isinstance(device, HostDevice) else names.VERIFIER
+    return {
+        "build": manifest.build_key,
+        "graph": manifest.files[manifest.graphs[graph].file].sha256,
+        "graphs": " ".join(manifest.files[graph.file].sha256[:16] for _, graph in sorted(manifest.all_graphs.items())),
+        "library": package_version("onnxruntime") or "none",
+        "backend": f"{manifest.backend} {manifest.backend_version}",
+        "threads": threads or 0,
+        "max_num_seqs": max_num_seqs,
+        "device": device.name,
+    }
 
 
 def figures_file(identity: Identity) -> Path | None:
@@ -159,8 +180,7 @@ def save_costs(costs: VerifyCosts, identity: Identity) -> None:
         and costs.drift(saved) < _SAVED_DRIFT
     ):
         return
-    estimated = {sequences: CostCurve(tuple(costs.table_ms(sequences))) for sequences in costs.measured}
-    parts = {"measured": costs.measured, "believed": estimated}
+    parts = {"measured": costs.measured, "believed": costs.estimated}
     curves = {name: {str(n): curve.table_ms[1:] for n, curve in part.items()} for name, part in parts.items()}
     write_figures(path, {"identity": dict(identity), **curves})
 

@@ -11,7 +11,7 @@ from typing import Any
 from redraft import names
 from redraft.engines import Bundle, check_tree
 from redraft.errors import UsageError
-from redraft.methods import NONE
+from redraft.methods import NONE, UNBUILT, find_method
 from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import Controller, FixedBudget
 from redraft.runtime.controllers.length import LengthController
@@ -30,6 +30,18 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget
 
 _ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
+
+
+def check_options(options: Mapping[str, Mapping[str, Any]], bundle: Bundle) -> None:
+    """Raise UsageError for options that a drafter refuses, or of a drafter that the bundle lacks."""
+    known = {name: name for name in (NONE, *UNBUILT)}
+    known |= {name: drafter.method for name, drafter in bundle.manifest.drafters.items()}
+    for name, values in options.items():
+        if name not in known:
+            raise UsageError(
+                f"this bundle has no drafter {name!r} to give options", f"choose one of {', '.join(known)}"
+            )
+        find_method(known[name]).parse_options(values)
 
 
 class SpeculationFactory:

@@ -166,11 +166,6 @@ class Steps(ABC):
         self.readers.append(reader)
         self.forget()
 
-    def detach(self, reader: FeatureReader) -> None:
-        """Stop gathering for a reader. Existing steps are dropped."""
-        self.readers.remove(reader)
-        self.forget()
-
     def forget(self) -> None:
         """Drop all steps, with their buffers."""
         self._trees.clear()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -17,13 +17,6 @@ from redraft.runtime.conversation import Message
 
 _CONTEXT_TOKENS = 6
 _UNFINISHED = "\ufffd"
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that a stream needs."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens; an unfinished character is U+FFFD."""
 
 
 def load_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -93,7 +86,7 @@ class Tokenizer:
         return [self.bos]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
+        """Return the text of `ids` without special tokens; an unfinished character is U+FFFD."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
@@ -130,14 +123,16 @@ class Detokenizer:
     since decoders treat the start of a text differently.
     """
 
-    def __init__(self, decoder: Decoder, prompt: Sequence[int], stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
         self.text = ""
         self.stopped = False
-        self._decoder = decoder
+        self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._unstoppable = min_tokens
         self._ids = list(prompt[-_CONTEXT_TOKENS:])
-        self._known = decoder.decode(self._ids)
+        self._known = tokenizer.decode(self._ids)
         self._fresh = len(self._ids)
         self._taken = 0
 
@@ -145,14 +140,14 @@ class Detokenizer:
         """Add a token. Returns true if the text now ends at a stop string, which is cut off."""
         self._ids.append(token)
         self._unstoppable -= 1
-        seen = self._decoder.decode(self._ids)
+        seen = self._tokenizer.decode(self._ids)
         if seen.endswith(_UNFINISHED) or len(seen) <= len(self._known):
             return False
         before = len(self.text)
         self.text += seen[len(self._known) :]
         del self._ids[: self._fresh]
         self._fresh = len(self._ids)
-        self._known = self._decoder.decode(self._ids)
+        self._known = self._tokenizer.decode(self._ids)
         return self._unstoppable < 0 and self._stop(before)
 
     def take(self, finished: bool = False) -> str:

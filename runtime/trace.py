@@ -34,7 +34,7 @@ from redraft.errors import DataError
 from redraft.runtime.calibration import best_first, ranked_shares
 from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import accepted_path, depths_of
+from redraft.runtime.tree import accepted_path, depths_of, shared_nodes
 from redraft.types import Choice, OfferKind, Outcome, Tree
 
 _ROUNDING = 1e-6
@@ -87,7 +87,6 @@ class TraceWriter:
 
 
 def _choice(choice: Choice, tree: Tree) -> dict[str, Any]:
-    known, paths = set(_paths(choice.found)), _paths(tree)
     return {
         "rate": choice.rate,
         "gains": choice.gains,
@@ -98,16 +97,8 @@ def _choice(choice: Choice, tree: Tree) -> dict[str, Any]:
         **({} if choice.whole.pinned is None else {"pinned": np.flatnonzero(choice.whole.pinned).tolist()}),
         "log_probs": choice.whole.log_probs.tolist(),
         **({"shares": choice.shares} if choice.shares is not None else {}),
-        "looked_up": [node for node in range(1, len(tree)) if paths[node] in known],
+        "looked_up": shared_nodes(tree, choice.found),
     }
-
-
-def _paths(tree: Tree) -> list[tuple[int, ...]]:
-    """Return the tokens from the root to each node."""
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 @dataclass

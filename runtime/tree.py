@@ -172,6 +172,15 @@ def merge(first: Tree, second: Tree) -> Tree:
     return DraftTree(*arrays, draws, _pinned_of_both(first, second, place, len(tokens)))
 
 
+def shared_nodes(tree: Tree, other: Tree) -> list[int]:
+    """Return the nodes of `tree` after its root whose paths `other` has too."""
+    known = {key: node for node, key in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True))}
+    place = [0]
+    for parent, token in zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True):
+        place.append(known.get((place[parent], token), len(other)))
+    return [node for node in range(1, len(tree)) if place[node] < len(other)]
+
+
 def _pinned_of_both(first: Tree, second: Tree, place: list[int], nodes: int) -> BoolArray | None:
     """Return the pinned nodes of a merged tree: node i of `second` is now place[i]."""
     if first.pinned is None and second.pinned is None:

@@ -85,15 +85,10 @@ class Verifier:
         self.device.close()
 
     def attach(self, reader: FeatureReader) -> None:
-        """Gather hidden states for `reader` in every call from now on, until `detach`."""
+        """Gather hidden states for `reader` in every call from now on."""
         self.device.wait()
         self._warm = False
         self.steps.attach(reader)
-
-    def detach(self, reader: FeatureReader) -> None:
-        """Stop gathering hidden states for `reader`."""
-        self.device.wait()
-        self.steps.detach(reader)
 
     def take_branches(self) -> None:
         """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""

@@ -43,7 +43,7 @@ def published(tmp_path: Path) -> dict[str, Path]:
 def test_a_bundle_of_published_drafters(
     verifier: Path, published: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
     monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
     folders = {**published, "hass": published["first"]}
     drafters = tuple(parse_drafter(f"{name}={path},precision=fp32", ()) for name, path in folders.items())

@@ -143,7 +143,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, and no cost curve, which a roofline does not need."""
     monkeypatch.setattr(roofline, "_BLOCKS", 2)
     monkeypatch.setattr(roofline, "_RUNS", 3)
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
 
 
 @pytest.fixture

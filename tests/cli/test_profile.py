@@ -174,7 +174,7 @@ def test_on_a_device_nothing_is_captured_while_it_is_recorded(
     watch, cuda = Watch(), Cuda()
     device = tensorrt_device(open_bundle(bundle, verify=False), tmp_path, cuda=cuda).device
     monkeypatch.setattr(api, "open_device", lambda bundle, name, threads: device)
-    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
     asked = ProfileRun(bundle, "abc abc abc", method, 12, "nodes=3,depth=3,width=1", 1, "cuda")
     with ExitStack() as stack:
         assert decode(asked, stack, watch).device == "cuda"

@@ -33,10 +33,15 @@ CURVE = CostCurve.from_points({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5, 32: 4.5}
 SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=2, hidden=3, vocabulary=VOCABULARY, max_positions=512)
 
 
-def fix_costs(patch: pytest.MonkeyPatch) -> None:
-    """Make calls cost the same on every machine: CURVE, drafts nothing. The clock stands, so nothing corrects that."""
-    patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+def know_costs(patch: pytest.MonkeyPatch) -> None:
+    """Measure no costs: verifications cost CURVE at first, and drafts nothing."""
+    patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
     patch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
+
+
+def fix_costs(patch: pytest.MonkeyPatch) -> None:
+    """Make calls cost the same on every machine. The clock stands, so nothing corrects that."""
+    know_costs(patch)
     patch.setattr(time, "perf_counter", lambda: 0.0)
 
 
@@ -193,7 +198,7 @@ def make_runtime(
     """Return a runtime over the fake. With one slot, it uses the fake whose B is fixed."""
     engine = FakeEngine(rule, single=max_num_seqs == 1)
     verifier = fake_verifier(engine, max_model_len, max_num_seqs)
-    return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, max_num_seqs), max_model_len, (EOS,), options)
+    return Runtime(verifier, byte_text(**text), VerifyCosts({max_num_seqs: curve}), max_model_len, (EOS,), options)
 
 
 def greedy(max_tokens: int = 40, **values: object) -> SamplingParams:
