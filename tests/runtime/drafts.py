@@ -1,6 +1,9 @@
-"""Trees for tests of controllers, their outcomes, and sequences."""
+"""Trees for tests of controllers, their outcomes, sequences, and steps by a script."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
 
 from redraft.runtime.controller import Controller, FixedBudget
 from redraft.runtime.cost import CostCurve
@@ -62,3 +65,24 @@ def drafted(controller: Controller, seq: Sequence, tree: DraftTree) -> tuple[Pla
     """Return the plan and the verified tree of a drafter that always makes `tree`, without a lookup's tree."""
     taken = planned(controller, seq)
     return taken, controller.cut([seq], [taken], [tree if taken.kind is OfferKind.FRESH else None])[0]
+
+
+class Scripted(FixedBudget):
+    """Drafts in each step as in its sequence's script, and nothing after its end. If it cannot resample, it drafts."""
+
+    def __init__(self, budget: Budget, scripts: Mapping[int, Several[OfferKind]]) -> None:
+        super().__init__(budget)
+        self._scripts = scripts
+
+    def _wanted(self, seq: Sequence) -> OfferKind:
+        script, steps = self._scripts[id(seq)], seq.counters.steps
+        return script[steps] if steps < len(script) else OfferKind.NONE
+
+    def budget(self, seq: Sequence) -> Budget:
+        return NO_SPECULATION if self._wanted(seq) is OfferKind.NONE else super().budget(seq)
+
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
+        wanted = self._wanted(seq)
+        kinds = [OfferKind.RESAMPLE, OfferKind.FRESH] if wanted is OfferKind.RESAMPLE else [wanted]
+        chosen = next(([offer] for kind in kinds for offer in offers if offer.key.kind is kind), [])
+        return super()._plan(seq, chosen, limits)

@@ -1,7 +1,11 @@
-"""A bundle of a random Llama and a random drafter, with so few tokens that wide trees are sometimes correct."""
+"""Bundles of a random Llama and random drafters, with so few tokens that wide trees are sometimes correct.
+
+Also the prompts, requests and budgets of the tests that use them.
+"""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,31 +13,92 @@ from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.runtime import Budget, Runtime, SamplingParams, scheduler
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters.lyanna import LyannaDrafter
+from redraft.runtime.offers import Speculation
+from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise
+from redraft.runtime.sampling.sampler import Greedy
+from redraft.runtime.sequence import Sequence
+from redraft.types import OfferKind
 from tests.cli.conftest import write_tokenizer
 from tests.engines.drafters import lyanna_build
 from tests.export.drafters.tiny import CONFIG, write_drafter, write_verifier
 
+from .drafts import Scripted
+
 VOCABULARY, CONTEXT, STEPS, WIDTH = 13, 96, 4, 3
 SCALE = 1.25
 """The drafter's draft logit scale."""
+DRAFT_VOCABULARY = 8
+"""Tokens of the drafters `trained` and `pruned`."""
+FULL = Budget(nodes=30, depth=STEPS, width=9)
+PARAMS = SamplingParams(max_tokens=40)
 
 
-def write_lyanna_bundle(
-    folder: Path, draft_vocab_size: int = 0, others: tuple[DrafterBuild, ...] = (), **options: object
-) -> Path:
-    """Build `folder`/engines from a checkpoint and a drafter. All is fp32, so that every verified step counts.
+def prompts(count: int, seed: int, longest: int = 80) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
 
-    draft_vocab_size: of the drafter's training.   others: further drafters.   options: of its build.
-    """
+
+PROMPTS = [*prompts(6, seed=1), [5] * 80, [3, 4] * 35]
+ALL = [*PROMPTS, [3, 4, 5, 6, 7] * 12 + [8], [9, 3] * 40, [4] * 66]
+"""Some are longer than one call of the drafter."""
+
+
+def request(prompt: list[int], noise: DraftNoise = NO_NOISE) -> Sequence:
+    return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy(), noise=noise)
+
+
+def lyanna_of(runtime: Runtime, name: str = "lyanna") -> LyannaDrafter:
+    drafter = runtime._speculation.drafter(name)
+    assert isinstance(drafter, LyannaDrafter)
+    return drafter
+
+
+def admitted(
+    runtime: Runtime, requests: list[Sequence], scripts: dict[int, list[OfferKind]] | None = None, name: str = "lyanna"
+) -> tuple[Cycle, list[Sequence]]:
+    """Return a cycle and the batch of these requests after their prompts. Without scripts, all steps are plain."""
+    controller = Scripted(FULL, scripts or {id(seq): [] for seq in requests})
+    cycle, batch = Cycle(runtime.verifier, Speculation(lyanna_of(runtime, name), controller)), list[Sequence]()
+    for seq in requests:
+        scheduler.admit(cycle, batch, seq)
+    return cycle, batch
+
+
+def write_lyanna_bundle(folder: Path) -> Path:
+    """Build `folder`/engines from a checkpoint and a drafter. All is fp32, so that every verified step counts."""
+    checkpoint = _verifier(folder)
+    drafter = write_drafter(folder / "drafter", checkpoint, _CONFIG)
+    return _build(folder, checkpoint, lyanna_build(str(drafter), precision="fp32", width=WIDTH))
+
+
+def write_several(folder: Path) -> Path:
+    """Build `folder`/engines with several drafters: MTP, and Lyanna `trained` on few tokens or `pruned` to few."""
+    checkpoint = _verifier(folder)
+    few = write_drafter(folder / "trained", checkpoint, replace(_CONFIG, draft_vocab_size=DRAFT_VOCABULARY))
+    whole = write_drafter(folder / "pruned", checkpoint, _CONFIG)
+    lowrank = {"precision": "fp32", "width": WIDTH, "token_info": "lowrank"}
+    return _build(
+        folder,
+        checkpoint,
+        DrafterBuild("mtp", "random", "mtp", {"precision": "fp32", "steps": 3}),
+        DrafterBuild("trained", str(few), "lyanna", lowrank),
+        DrafterBuild("pruned", str(whole), "lyanna", {**lowrank, "draft_vocabulary": DRAFT_VOCABULARY}),
+    )
+
+
+_CONFIG = replace(CONFIG, vocab_size=VOCABULARY, steps=STEPS, draft_logit_scale=SCALE, logit_scale=1.0)
+
+
+def _verifier(folder: Path) -> Checkpoint:
     checkpoint = write_verifier(folder / "verifier", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
     write_tokenizer(folder / "verifier")
-    checkpoint = Checkpoint.open(checkpoint.path)
-    config = replace(
-        CONFIG, vocab_size=VOCABULARY, steps=STEPS, draft_logit_scale=SCALE, logit_scale=1.0,
-        draft_vocab_size=draft_vocab_size,
-    )  # fmt: skip
-    drafter = write_drafter(folder / "drafter", checkpoint, config)
-    lyanna = lyanna_build(str(drafter), **{"precision": "fp32", "width": WIDTH, **options})
+    return Checkpoint.open(checkpoint.path)
+
+
+def _build(folder: Path, checkpoint: Checkpoint, *drafters: DrafterBuild) -> Path:
     model = Model("little", str(checkpoint.path), checkpoint.path)
-    build_bundle(model, BuildConfig(drafters=(lyanna, *others)), folder / "engines", {}, False, lambda message: None)
+    build_bundle(model, BuildConfig(drafters=drafters), folder / "engines", {}, False, lambda message: None)
     return folder / "engines"

@@ -89,7 +89,7 @@ def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -
 
 
 def test_probabilities_of_a_lookup_are_not_corrected() -> None:
-    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
+    controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     for _ in range(100):
         controller.budget(seq)
         taken, _ = drafted(controller, seq, chain(0.9))
@@ -166,14 +166,14 @@ def test_rates_of_ranks_that_are_not_verified_slowly_return_to_the_assumed_one()
 
 def test_a_tree_on_a_device_is_cut_to_the_ranks_that_pay() -> None:
     """Nothing is copied: the controller knows only which of the verified nodes were accepted."""
-    seq, controller = sequence(), Adaptive(VerifyCosts.of(CURVE))
+    seq, controller = sequence(), Adaptive(VerifyCosts({1: CURVE}))
     sizes = settle(controller, seq, 13, (1, 3), 300)
     assert sizes[0] == 13
     assert np.mean(sizes[-100:]) == pytest.approx(4, abs=0.5)
 
 
 def test_trees_that_are_never_accepted_are_given_up() -> None:
-    seq, controller = sequence(), Adaptive(VerifyCosts.of(CURVE))
+    seq, controller = sequence(), Adaptive(VerifyCosts({1: CURVE}))
     sizes = settle(controller, seq, 13, (), 400)
     assert sizes[0] == 13
     assert sum(size > 1 for size in sizes) < 30
@@ -181,7 +181,7 @@ def test_trees_that_are_never_accepted_are_given_up() -> None:
 
 def test_the_better_of_a_tree_on_a_device_and_a_looked_up_one_is_verified() -> None:
     """Merging them would need a copy."""
-    seq, controller = sequence(), Adaptive(VerifyCosts.of(FREE))
+    seq, controller = sequence(), Adaptive(VerifyCosts({1: FREE}))
     good, poor = chain(*[0.99] * 12), chain(0.02)
     taken = []
     for found in (good, poor):

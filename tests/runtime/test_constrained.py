@@ -26,16 +26,17 @@ def constrained(**values: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 300, "json_schema": PERSON, **values})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("budget", [None, Budget(6, 6, 1), Budget(6, 3, 3)], ids=["adaptive", "chains", "trees"])
+@pytest.mark.parametrize(
+    ("temperature", "budget"), [(0.0, None), (1.0, Budget(6, 6, 1)), (1.0, Budget(6, 3, 3))], ids=str
+)
 def test_speculation_changes_no_token(temperature: float, budget: Budget | None) -> None:
     runtime = make_runtime(script(WISHES, 2), 400, max_num_seqs=2)
-    params = [constrained(temperature=temperature, seed=seed) for seed in range(6)]
+    params = [constrained(temperature=temperature, seed=seed) for seed in range(4)]
     prompts = ["ab"] * len(params)
     plain = runtime.generate(prompts, params, "none")
     drafted = runtime.generate(prompts, params, SpeculationParams("ngram", budget=budget))
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-    assert len({one.token_ids for one in plain}) == (1 if temperature == 0 else 6)
+    assert len({one.token_ids for one in plain}) == (1 if temperature == 0 else 4)
     for one in plain:
         assert list(json.loads(one.text)) == ["name", "colour"]
         assert json.loads(one.text)["colour"] in ("red", "green")

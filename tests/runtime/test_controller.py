@@ -28,7 +28,7 @@ LINEAR = CostCurve.from_points({1: 1.0, 32: 32.0})
 
 def lookup_only(curve: CostCurve) -> Adaptive:
     """Return the controller of n-gram lookup alone."""
-    return Adaptive(VerifyCosts.of(curve))
+    return Adaptive(VerifyCosts({1: curve}))
 
 
 def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> tuple[Plan, DraftTree]:
@@ -39,16 +39,15 @@ def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> tuple[Pla
 
 
 def run(
-    controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int, propose: Propose = looked_up,
-    offers_ms: float = 0.0,
-) -> int:  # fmt: skip
+    controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int, propose: Propose = looked_up
+) -> int:
     """Return in how many of `steps` steps speculation was allowed."""
     tries = 0
     for _ in range(steps):
         budget = controller.budget(seq)
         tries += budget.nodes > 0
         taken, verified = propose(controller, seq, tree) if budget.nodes else (plan(OfferKind.NONE), chain())
-        controller.timed(offers_ms, {}, len(verified))
+        controller.timed(0.0, {}, len(verified))
         controller.observe(seq, taken, verified, outcome(verified, min(accepted, len(verified) - 1)))
     return tries
 
@@ -71,27 +70,13 @@ def test_the_tree_is_cut_to_nodes_that_gain_more_than_they_cost(
     assert len(looked_up(controller, seq, chain(*shares))[1]) - 1 == nodes
 
 
-def test_drafting_that_costs_more_than_it_gains_pauses_too() -> None:
-    controller, seq = lookup_only(CURVE), sequence()
-    run(controller, seq, chain(0.9), accepted=1, steps=200, offers_ms=1000.0)
-    assert run(controller, seq, chain(0.9), accepted=1, steps=100, offers_ms=1000.0) < 10
-
-
 def test_a_new_request_starts_with_the_experience_of_others() -> None:
-    controller = Adaptive(VerifyCosts.of(CURVE))
+    controller = Adaptive(VerifyCosts({1: CURVE}))
     for _ in range(60):
         run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100, propose=drafted)
     fresh = sequence()
     controller.budget(fresh)
     assert len(drafted(controller, fresh, chain(0.9, 0.9))[1]) == 1
-
-
-def test_probabilities_that_are_too_high_are_discounted() -> None:
-    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
-    tree = chain(0.9, 0.9)
-    run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
-    controller._table = controller._priced = CURVE.table_ms
-    assert len(drafted(controller, seq, tree)[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +121,7 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
 
 def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
     """Return a controller that knows the gains of a two-token draft and of one token resampled with one step left."""
-    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
+    controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     controller.expect(DRAFTER, costs)
     for kind, steps, tree in ((OfferKind.RESAMPLE, 1, chain(0.5)), (OfferKind.FRESH, 0, chain(0.9, 0.9))):
         planned(controller, seq, steps=steps)
@@ -164,13 +149,8 @@ def test_the_source_of_a_tree_has_the_largest_gain_less_cost(
     assert planned(controller, seq, chain(found), remaining).kind is expected
 
 
-def test_without_a_drafter_nothing_is_drafted_afresh() -> None:
-    controller, seq = lookup_only(FREE), sequence()
-    assert {planned(controller, seq, fresh=False).kind for _ in range(100)} == {OfferKind.LOOKUP}
-
-
 def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
-    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
+    controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     controller.expect(DRAFTER, Costs(fresh_ms=10.0))
     tried = []
     for step in range(200):
@@ -193,20 +173,12 @@ def test_gains_of_one_request_serve_the_next() -> None:
 
 
 def test_a_new_tree_is_merged_with_the_looked_up_one() -> None:
-    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
+    controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
     planned(controller, seq, found)
     assert controller.cut([seq], [plan(OfferKind.FRESH, found)], [made])[0].tokens.tolist() == [0, 7, 8]
     planned(controller, seq, found)
     assert controller.cut([seq], [plan(OfferKind.LOOKUP, found)], [None])[0].tokens.tolist() == [0, 7]
-
-
-@pytest.mark.parametrize(
-    ("fresh", "steps", "expected"),
-    [(True, 1, OfferKind.RESAMPLE), (True, 0, OfferKind.FRESH), (False, 0, OfferKind.LOOKUP)],
-)
-def test_a_fixed_budget_resamples_if_possible(fresh: bool, steps: int, expected: OfferKind) -> None:
-    assert planned(FixedBudget(Budget(4, 2, 2)), sequence(), chain(0.5), steps, fresh).kind is expected
 
 
 def test_a_fixed_budget_verifies_half_as_many_nodes_of_a_resampled_tree() -> None:
@@ -302,7 +274,7 @@ def step(controller: Adaptive, batch: list[Sequence], offers_ms: float, made_ms:
 def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
     known = []
     for sequences in (1, 4):
-        controller = Adaptive(VerifyCosts.of(FREE))
+        controller = Adaptive(VerifyCosts({1: FREE}))
         controller.expect(DRAFTER, Costs(fresh_ms=1.0))
         step(controller, [sequence() for _ in range(sequences)], 0.5, {FRESH: 2.0})
         known.append(controller._made_ms[FRESH])
@@ -311,7 +283,7 @@ def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
 
 def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree() -> None:
     """A fresh draft of another sequence in the batch must not change the gain of lookups here."""
-    controller, seq, other = Adaptive(VerifyCosts.of(FREE)), sequence(), sequence()
+    controller, seq, other = Adaptive(VerifyCosts({1: FREE})), sequence(), sequence()
     controller.expect(DRAFTER, Costs(fresh_ms=100.0))
     for one in (seq, other):
         controller.budget(one)
@@ -327,7 +299,7 @@ def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree(
 @pytest.mark.parametrize(("offers_ms", "fresh_ms"), [(20.0, 0.1), (0.05, 20.0)])
 def test_a_call_that_was_interrupted_once_does_not_end_speculation(offers_ms: float, fresh_ms: float) -> None:
     """The interruption is like a garbage collection, a hundred times as long as the call."""
-    controller, seq = Adaptive(VerifyCosts.of(CURVE)), sequence()
+    controller, seq = Adaptive(VerifyCosts({1: CURVE})), sequence()
     controller.expect(DRAFTER, Costs(fresh_ms=0.1))
     tries = 0
     for turn in range(40):
@@ -342,7 +314,7 @@ def test_a_call_that_was_interrupted_once_does_not_end_speculation(offers_ms: fl
 
 def test_a_step_without_rows_for_a_tree_does_not_count_as_speculation() -> None:
     """The controller would have speculated, but the end of the text or of the buffer left no rows for a tree."""
-    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
+    controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     step(controller, [seq], 0.1, {FRESH: 0.1})
     before = (seq.control.experience.tokens, seq.control.experience.plain_steps, dict(controller._made_ms))
     assert controller.budget(seq).nodes

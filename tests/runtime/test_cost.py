@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from redraft import user_cache
 from redraft.engines import open_bundle
 from redraft.engines.gpu import Gpu
 from redraft.errors import BackendError
-from redraft.runtime import api, measurements
+from redraft.runtime import measurements
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.measurements import cached_costs, load_costs, measure_curve, save_costs
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 
-from .devices import cpu_device, open_over, tensorrt_device
+from .devices import open_over, tensorrt_device
 from .fakes import CURVE, SHAPE, FakeEngine, FakeHost, engine_of, greedy, make_runtime
 
 
@@ -111,26 +110,20 @@ def test_a_folder_that_machines_share_never_serves_another_gpus_times(
     assert calls[2][1] > calls[1][1]
 
 
-@pytest.mark.parametrize(("device", "measured"), [("cpu", 1), ("tensorrt", 2)])
 def test_a_runtime_names_its_device(
-    lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, device: str, measured: int
+    lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, curves = open_bundle(lyanna_bundle, verify=False), []
     monkeypatch.setattr(measurements, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
-    monkeypatch.setattr(api, "settle_exactness", lambda verifier, identity: None)
     for name in ("One", "Other", "One"):
         monkeypatch.setattr(measurements, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
-        opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path).device
-        open_over(opened, lyanna_bundle).close()
-    assert len(curves) == measured == len(list(cache.iterdir()))
+        open_over(tensorrt_device(bundle, tmp_path).device, lyanna_bundle).close()
+    assert len(curves) == 2 == len(list(cache.iterdir()))
 
 
-@pytest.mark.parametrize("device", [{}, {"device": "cpu"}])
-def test_no_driver_is_used_if_no_gpu_computes(
-    verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str]
-) -> None:
+def test_no_driver_is_used_if_no_gpu_computes(verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "find_gpu", lambda: pytest.fail("the driver was asked"))
-    load_costs(verifier, {"build": "a", **device})
+    load_costs(verifier, {"build": "a", "device": "cpu"})
     assert len(list(cache.iterdir())) == 1
 
 
@@ -149,19 +142,17 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        b"", b"[1]", b'{"1": -1}', b"\xff", b'{"measured": {"1": [1.0]}}', b'{"measured": null, "believed": null}',
-        b'{"measured": {"1": [1, "x"]}, "believed": {"1": [1, 2]}}',
-        b'{"measured": {"1": [1]}, "believed": {"1": [1, 2]}}', b'{"measured": {"3": [1, 2]}, "believed": {"3": [1]}}',
-        b'{"measured": {"1": [-1]}, "believed": {"1": [-1]}}', b'{"measured": {"1": [1]}, "believed": {"1": [1]}}',
-    ],
-)  # fmt: skip
+    [b"", b"[1]", b"\xff", b'{"build": "a"}', "null", '{"1": [1, "x"]}', '{"3": [1, 2]}', '{"1": [-1]}', '{"1": [1]}'],
+)
 def test_a_damaged_cache_is_measured_again_and_logged_in_a_line(
-    verifier: Timed, cache: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+    verifier: Timed, cache: Path, damage: bytes | str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """damage: the file's bytes, or the curves in it."""
     first = load_costs(verifier, {"build": "a"})
     assert not caplog.records
     (file,) = cache.iterdir()
+    if isinstance(damage, str):
+        damage = f'{{"identity": {{"build": "a"}}, "measured": {damage}, "believed": {damage}}}'.encode()
     file.write_bytes(damage)
     assert load_costs(verifier, {"build": "a"}).table_ms(1) == pytest.approx(first.table_ms(1), abs=0.03)
     assert [record.getMessage() for record in caplog.records] == [
@@ -186,17 +177,6 @@ def test_without_a_home_folder_costs_are_measured_at_every_opening(verifier: Tim
         before = Timed.calls
         assert load_costs(verifier, {"build": "a"}).largest == 24
         assert Timed.calls > before
-
-
-def test_a_write_that_fails_leaves_no_file_behind(
-    verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(user_cache.os, "replace", fail)
-    load_costs(verifier, {"build": "a"})
-    assert list(cache.iterdir()) == []
 
 
 class TimedDrafter:
@@ -226,15 +206,10 @@ def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed
 @pytest.mark.parametrize(
     "damage",
     [
-        b"",
-        b"[1]",
-        b'{"fresh_ms": 1}',
-        b'{"fresh_ms": "x", "resample_ms": 1}',
-        b"\xff",
-        b'{"fresh_ms": NaN, "resample_ms": 1}',
+        b"[1]", b'{"fresh_ms": 1}', b'{"fresh_ms": "x", "resample_ms": 1}', b'{"fresh_ms": NaN, "resample_ms": 1}',
         b'{"fresh_ms": 1, "resample_ms": -1}',
     ],
-)
+)  # fmt: skip
 def test_damaged_costs_are_measured_anew(verifier: Timed, cache: Path, damage: bytes) -> None:
     drafter = TimedDrafter()
     first = cached_costs(verifier, drafter, {"build": "a"})
@@ -256,14 +231,14 @@ def called(costs: VerifyCosts, sizes: list[int], true: CostCurve = TRUE, sequenc
 
 def test_a_level_that_is_wrong_is_corrected_for_all_sizes_by_calls_of_one() -> None:
     """The first opening ran next to a compiler."""
-    costs = VerifyCosts.of(CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}))
+    costs = VerifyCosts({1: CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES})})
     called(costs, [1] * 64)
     assert costs.table_ms(1) == pytest.approx(TRUE.table_ms, rel=0.02)
     assert costs.measured[1].table_ms[1] == pytest.approx(30.0)
 
 
 def test_a_shape_that_is_wrong_is_corrected_by_the_sizes_that_are_called() -> None:
-    costs = VerifyCosts.of(CostCurve.from_points({1: 10.0, 2: 30.0, 4: 60.0, 8: 90.0, 16: 99.0}))
+    costs = VerifyCosts({1: CostCurve.from_points({1: 10.0, 2: 30.0, 4: 60.0, 8: 90.0, 16: 99.0})})
     called(costs, [1, 1, 1, 8] * 40)
     assert costs.table_ms(1)[1] == pytest.approx(10.0, rel=0.02)
     assert costs.table_ms(1)[8] == pytest.approx(13.5, rel=0.02)
@@ -272,7 +247,7 @@ def test_a_shape_that_is_wrong_is_corrected_by_the_sizes_that_are_called() -> No
 
 
 def test_a_call_that_was_interrupted_corrects_nothing() -> None:
-    costs = VerifyCosts.of(TRUE)
+    costs = VerifyCosts({1: TRUE})
     called(costs, [1] * 10)
     costs.observe(1, 1, 5000.0)
     called(costs, [1] * 5)
@@ -281,7 +256,7 @@ def test_a_call_that_was_interrupted_corrects_nothing() -> None:
 
 def test_costs_of_a_busy_machine_are_forgotten() -> None:
     """Sizes without calls after the load ends follow the sizes with calls."""
-    costs, busy = VerifyCosts.of(TRUE), CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})
+    costs, busy = VerifyCosts({1: TRUE}), CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})
     called(costs, [1, 8] * 64, busy)
     assert costs.table_ms(1)[8] == pytest.approx(54.0, rel=0.02)
     called(costs, [1] * 200)
@@ -293,7 +268,6 @@ def test_numbers_of_sequences_that_were_not_measured_lie_between() -> None:
     assert costs.table_ms(4) == pytest.approx([2 * ms for ms in TRUE.table_ms])
     called(costs, [8] * 64, CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}), sequences=4)
     assert costs.table_ms(4)[8] == pytest.approx(3 * 13.5, rel=0.02)
-    assert set(costs.estimated) == {1, 4, 16}
 
 
 def test_estimates_are_saved_with_the_measured_times(verifier: Timed, cache: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep
 from redraft.runtime.measurements import measure_curve
 from redraft.runtime.trace import replay
-from redraft.runtime.verifier import Verifier
 from redraft.types import Budget
 from tests.cli.conftest import write_tokenizer
 from tests.engines.bundles import manifest_of
@@ -33,19 +32,10 @@ from tests.engines.graphs import Decoder, save_verifier
 from tests.standins.cuda import FakeCuda, QueuedKernels
 
 from .devices import cpu_device, open_over, opener, tensorrt_device
-from .fakes import fix_costs
-from .lyanna_bundle import CONTEXT, STEPS
-from .test_lyanna import FULL, PARAMS, PROMPTS, prompts
+from .lyanna_bundle import ALL, CONTEXT, FULL, PARAMS, PROMPTS, STEPS, prompts
 
+pytestmark = pytest.mark.usefixtures("unwarmed")
 Open = Callable[..., Runtime]
-LONG = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3] * 40, [4] * 66]
-ALL = [*PROMPTS, *LONG]
-
-
-@pytest.fixture(autouse=True)
-def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix_costs(monkeypatch)
-    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
 
 
 @pytest.fixture(params=["cpu", "tensorrt", "onnxruntime on a GPU"])
@@ -56,39 +46,31 @@ def opened(
     return opener(request.param, lyanna_bundle, tmp_path, monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def plain(lyanna_bundle: Path) -> list[list[int]]:
-    """Return the host's tokens without drafting."""
-    with pytest.MonkeyPatch.context() as patch:
-        fix_costs(patch)
-        with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
-            return [list(g.token_ids) for g in runtime.generate(ALL, PARAMS, "none")]
+@pytest.fixture
+def host(lyanna_bundle: Path) -> Iterator[Runtime]:
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+        yield runtime
 
 
 @pytest.mark.parametrize(
-    ("method", "budget", "options"),
+    ("max_num_seqs", "method", "budget", "options"),
     [
-        ("none", None, {}),
-        ("ngram", None, {}),
-        ("ngram", Budget(6, 4, 2), {}),
-        ("suffix+lyanna", None, {}),
-        ("lookahead", Budget(9, 5, 4), {}),
-        ("ngram+lyanna", None, {}),
-        ("lyanna", FULL, {}),
-        ("lyanna", FULL, {"resample": False}),
-        ("lyanna", Budget(5, 2, 2), {}),
+        (3, "none", None, {}),
+        (1, "ngram", None, {}),
+        (3, "ngram", Budget(6, 4, 2), {}),
+        (1, "suffix+lyanna", None, {}),
+        (3, "lookahead", Budget(9, 5, 4), {}),
+        (3, "ngram+lyanna", None, {}),
+        (3, "lyanna", FULL, {}),
+        (1, "lyanna", FULL, {"resample": False}),
+        (1, "lyanna", Budget(5, 2, 2), {}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_text_is_the_host_paths(
-    opened: Open,
-    plain: list[list[int]],
-    max_num_seqs: int,
-    method: str,
-    budget: Budget | None,
+    opened: Open, plain: list[list[int]], max_num_seqs: int, method: str, budget: Budget | None,
     options: dict[str, object],
-) -> None:
+) -> None:  # fmt: skip
     """Prompts are longer than a draft call, texts reach the end of the context, and three slots move."""
     with opened(max_num_seqs, **options) as runtime:
         found = runtime.generate(ALL, PARAMS, SpeculationParams(method, budget=budget))
@@ -100,6 +82,11 @@ def test_text_is_the_host_paths(
     assert (drafted > 0) == (method != "none")
 
 
+on_tensorrt = pytest.mark.parametrize("opened", ["tensorrt"], indirect=True)
+"""For promises that do not depend on the device."""
+
+
+@on_tensorrt
 @pytest.mark.parametrize(("method", "largest"), [("ngram", 3), ("lyanna", FULL.nodes + 1)])
 def test_no_tree_is_larger_than_the_engines_take(
     opened: Open, plain: list[list[int]], method: str, largest: int
@@ -118,6 +105,7 @@ def test_no_tree_is_larger_than_the_engines_take(
             runtime.generate(ALL[:1], PARAMS, SpeculationParams(method, budget=Budget(largest, 4, 4)))
 
 
+@on_tensorrt
 def test_a_drafters_tree_that_is_too_large_for_every_engine_is_refused(opened: Open) -> None:
     with opened() as runtime:
         runtime.verifier.largest_tree = 2
@@ -125,6 +113,7 @@ def test_a_drafters_tree_that_is_too_large_for_every_engine_is_refused(opened: O
             runtime.generate(ALL[:1], PARAMS, "ngram+lyanna")
 
 
+@on_tensorrt
 def test_a_drafter_catches_up_after_other_methods(opened: Open, plain: list[list[int]]) -> None:
     """Other methods used the slots before, and left their values in the buffers."""
     with opened(2) as runtime:
@@ -133,16 +122,13 @@ def test_a_drafter_catches_up_after_other_methods(opened: Open, plain: list[list
             assert [list(generation.token_ids) for generation in found] == plain[5:]
 
 
-def test_recorded_margins_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
-    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = host.generate(PROMPTS[:3], PARAMS, "none", record_logit_margins=True)
+def test_recorded_margins_are_the_host_paths(opened: Open, host: Runtime) -> None:
+    expected = host.generate(PROMPTS[:3], PARAMS, "none", record_logit_margins=True)
     with opened(3) as runtime:
-        found = runtime.generate(
-            PROMPTS[:3], PARAMS, SpeculationParams("lyanna", budget=FULL), record_logit_margins=True
-        )
+        how = SpeculationParams("lyanna", budget=FULL)
+        found = runtime.generate(PROMPTS[:3], PARAMS, how, record_logit_margins=True)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
-        assert ours.logit_margins is not None
         assert ours.logit_margins == pytest.approx(theirs.logit_margins, abs=1e-3)
 
 
@@ -164,31 +150,28 @@ def recorded(function: Callable[..., Any], found: list[str], name: str) -> Calla
 
 
 WARM = [SamplingParams(max_tokens=40, temperature=t, seed=seed) for seed, t in enumerate((1.0, 0.0, 0.6, 1.4) * 3)]
-PROCESSED = [replace(params, repetition_penalty=1.2) for params in WARM]
+WARM = WARM[: len(ALL)]
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-@pytest.mark.parametrize("method", ["none", "ngram", "lookahead", "ngram+lyanna"])
+@pytest.mark.parametrize(("max_num_seqs", "method"), [(3, "none"), (3, "lookahead"), (1, "ngram+lyanna")])
 def test_sampled_text_is_the_host_paths_without_a_copy_of_logits(
-    opened: Open, lyanna_bundle: Path, copied: list[str], max_num_seqs: int, method: str
+    opened: Open, host: Runtime, plain: list[list[int]], copied: list[str], max_num_seqs: int, method: str
 ) -> None:
     """Greedy requests share the batch."""
-    params = WARM[: len(ALL)]
-    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = [g.token_ids for g in host.generate(ALL, params, "none")]
-        greedy = [g.token_ids for g in host.generate(ALL, PARAMS, "none")]
+    expected = [g.token_ids for g in host.generate(ALL, WARM, "none")]
     with opened(max_num_seqs) as runtime:
-        found = runtime.generate(ALL, params, method)
+        found = runtime.generate(ALL, WARM, method)
     assert [g.token_ids for g in found] == expected
-    assert sum(a != b for a, b in zip(expected, greedy, strict=True)) > len(ALL) / 3
+    assert sum(list(a) != b for a, b in zip(expected, plain, strict=True)) > len(ALL) / 3
     assert copied == []
 
 
-def test_processors_beside_sampled_requests(opened: Open, lyanna_bundle: Path, copied: list[str]) -> None:
+def test_processors_beside_sampled_requests(opened: Open, host: Runtime, copied: list[str]) -> None:
     """One of three requests has a processor, so the batch's logits are copied, and the others' tokens do not change."""
-    params = [(PROCESSED if number % 3 == 0 else WARM)[number] for number in range(6)]
-    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = [g.token_ids for g in host.generate(ALL[:6], params, "none")]
+    params = [
+        params if number % 3 else replace(params, repetition_penalty=1.2) for number, params in enumerate(WARM[:6])
+    ]
+    expected = [g.token_ids for g in host.generate(ALL[:6], params, "none")]
     with opened(3) as runtime:
         device = runtime.verifier.device
         found = runtime.generate(ALL[:6], params, "ngram+lyanna")
@@ -196,19 +179,17 @@ def test_processors_beside_sampled_requests(opened: Open, lyanna_bundle: Path, c
     assert (len(copied) > 0) == device.step_graphs
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, max_num_seqs: int) -> None:
+def test_forced_acceptance_is_the_host_paths(opened: Open, host: Runtime) -> None:
     params, budget, forced = SamplingParams(max_tokens=20, seed=3), Budget(6, 3, 2), (0.9, 0.7, 0.5)
-    with Runtime.open(lyanna_bundle, threads=1, verify=False, max_num_seqs=max_num_seqs) as host:
-        expected = host.generate(PROMPTS[:4], params, SpeculationParams("lyanna", budget=budget), forced)
-    with opened(max_num_seqs) as runtime:
+    expected = host.generate(PROMPTS[:4], params, SpeculationParams("lyanna", budget=budget), forced)
+    with opened(2) as runtime:
         found = runtime.generate(PROMPTS[:4], params, SpeculationParams("lyanna", budget=budget), forced)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     assert [g.metrics.acceptance_histogram for g in found] == [g.metrics.acceptance_histogram for g in expected]
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-@pytest.mark.parametrize("method", ["lyanna", "ngram+lyanna"])
+@on_tensorrt
+@pytest.mark.parametrize(("max_num_seqs", "method"), [(1, "lyanna"), (3, "ngram+lyanna")])
 def test_a_trace_of_trees_on_the_device_replays(opened: Open, max_num_seqs: int, method: str) -> None:
     """Tree sizes follow from each rank's statistics, and in a batch a fresh draft may be another sequence's.
 
@@ -236,27 +217,25 @@ def test_a_trace_of_trees_on_the_device_replays(opened: Open, max_num_seqs: int,
         replay(lines)
 
 
+@on_tensorrt
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_window_is_the_host_paths(opened: Open, lyanna_bundle: Path, temperature: float) -> None:
+def test_a_window_is_the_host_paths(opened: Open, host: Runtime, temperature: float) -> None:
     """The device returns the target tokens after all nodes, so the same guesses are accepted in the same steps."""
     short = prompts(4, seed=7, longest=20)
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=2)
     how = SpeculationParams("lookahead", budget=Budget(9, 5, 4))
-    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = host.generate(short, params, how)
-    with opened(1) as runtime:
+    expected = host.generate(short, params, how)
+    with opened() as runtime:
         found = runtime.generate(short, params, how)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     assert [g.metrics.acceptance_histogram for g in found] == [g.metrics.acceptance_histogram for g in expected]
     assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0
 
 
-@pytest.mark.parametrize("budget", [FULL, Budget(5, 2, 2), Budget(12, 9, 1)], ids=str)
-def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, budget: Budget) -> None:
+def test_acceptance_is_the_host_paths(opened: Open, host: Runtime) -> None:
     """Trees and numbers of steps are equal too. The test avoids the context's end, since the host cuts trees there."""
-    short, how = prompts(6, seed=7, longest=20), SpeculationParams("lyanna", budget=budget)
-    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = host.generate(short, PARAMS, how)
+    short, how = prompts(6, seed=7, longest=20), SpeculationParams("lyanna", budget=FULL)
+    expected = host.generate(short, PARAMS, how)
     for max_num_seqs in (1, 3):
         with opened(max_num_seqs) as runtime:
             found = runtime.generate(short, PARAMS, how)
@@ -281,9 +260,8 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
-    wide_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels, max_num_seqs: int
+    wide_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels
 ) -> None:
     """N-gram trees are accepted in part and off their first branch. On fakes the launch is part of a CUDA graph."""
     bundle, budget = open_bundle(wide_bundle, verify=False), Budget(8, 4, 3)
@@ -296,7 +274,7 @@ def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
     launched = QueuedKernels(kernels, fakes)
     other = onnxruntime_cuda(bundle, monkeypatch, fakes, launched)
     for device in (cpu_device(bundle, kernels), gpu.device, other):
-        with open_over(device, wide_bundle, max_num_seqs) as runtime:
+        with open_over(device, wide_bundle, 3) as runtime:
             found = runtime.generate(ALL, PARAMS, SpeculationParams("ngram", budget=budget))
         assert [g.token_ids for g in found] == expected
         assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0

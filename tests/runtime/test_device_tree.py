@@ -28,16 +28,10 @@ from redraft.types import Budget
 from tests.standins.cuda import FakeCuda
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import fix_costs
-from .lyanna_bundle import VOCABULARY
-from .test_lyanna import FULL, PARAMS, prompts
+from .lyanna_bundle import FULL, PARAMS, VOCABULARY, prompts
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 SHORT = prompts(4, seed=3, longest=12)
-
-
-@pytest.fixture(autouse=True)
-def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix_costs(monkeypatch)
 
 
 @pytest.fixture(params=["cpu", "tensorrt"])
@@ -86,22 +80,21 @@ def calls_of_steps(runtime: Runtime, patch: pytest.MonkeyPatch, method: str, bud
     return steps
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2])
 @pytest.mark.parametrize(
-    ("method", "budget", "options"),
+    ("max_num_seqs", "method", "budget"),
     [
-        ("none", None, {}),
-        ("ngram", None, {}),
-        ("ngram", Budget(6, 4, 2), {}),
-        ("lyanna", None, {}),
-        ("lyanna", FULL, {}),
-        ("lyanna", Budget(5, 5, 5), {}),
+        (2, "none", None),
+        (1, "ngram", None),
+        (2, "ngram", Budget(6, 4, 2)),
+        (1, "lyanna", None),
+        (2, "lyanna", None),
+        (2, "lyanna", FULL),
     ],
     ids=str,
 )
 def test_a_step_is_a_few_calls_of_cuda(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, method: str,
-    budget: Budget | None, options: dict[str, object],
+    budget: Budget | None,
 ) -> None:  # fmt: skip
     """Each step is one graph and each call of the drafter another. The host waits once, and reads their times.
 
@@ -109,7 +102,7 @@ def test_a_step_is_a_few_calls_of_cuda(
     another is drafted, the unused steps of the first one's chain are saved and restored.
     """
     device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path).device
-    with open_over(device, lyanna_bundle, max_num_seqs, **options) as runtime:
+    with open_over(device, lyanna_bundle, max_num_seqs) as runtime:
         runtime.warm(method)
         steps = calls_of_steps(runtime, monkeypatch, method, budget)
     assert len(steps) > 5
@@ -192,36 +185,26 @@ def drafts_of(device: HostDevice) -> DeviceDrafts:
 
 
 def test_fields_are_copied_once_on_first_use(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
-    drafts = drafts_of(cpu_device(open_bundle(lyanna_bundle, verify=False)))
+    """The likeliest nodes are cut off without a copy, and so is the list of calls that made a batch's trees."""
+    device = cpu_device(open_bundle(lyanna_bundle, verify=False))
+    drafts, others = drafts_of(device), drafts_of(device)
     first, second = drafts.tree(0, 5), drafts.tree(1, 5)
     assert (len(first), len(second)) == (3, 4)
+    cut = prune(second, 2)
+    assert isinstance(cut, DeviceTree)
+    assert (len(cut), len(prune(cut, 5))) == (3, 3)
+    assert calls_of([first, second.first(1), root_only(5)]) == [drafts]
+    assert calls_of([first, others.tree(1, 5)]) == [drafts, others]
+    assert calls_of([root_only(5), root_only(6)]) == []
     assert not reads
     assert second.tokens.tolist() == [4, 5, 6, 7]
+    assert cut.tokens.tolist() == [4, 5, 6]
     assert first.tokens.tolist() == [0, 1, 2]
     assert reads == [(2, 4)]
     assert first.parents.tolist() == [-1, 0, 0]
     assert (first.log_probs.dtype, len(first.log_probs)) == (np.float32, 3)
     assert len(reads) == 3
     assert not hasattr(first, "__dict__")
-
-
-def test_the_calls_that_trees_of_a_batch_came_from(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
-    """Each call appears once. A verification waits for its time on the device."""
-    device = cpu_device(open_bundle(lyanna_bundle, verify=False))
-    drafts, others = drafts_of(device), drafts_of(device)
-    assert calls_of([drafts.tree(0, 5), drafts.tree(1, 5).first(1), root_only(5)]) == [drafts]
-    assert calls_of([drafts.tree(0, 5), others.tree(1, 5)]) == [drafts, others]
-    assert calls_of([root_only(5), root_only(6)]) == []
-    assert not reads
-
-
-def test_the_likeliest_nodes_are_cut_off_without_a_copy(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
-    tree = drafts_of(cpu_device(open_bundle(lyanna_bundle, verify=False))).tree(1, 5)
-    cut = prune(tree, 2)
-    assert isinstance(cut, DeviceTree)
-    assert (len(cut), len(prune(cut, 5))) == (3, 3)
-    assert not reads
-    assert cut.tokens.tolist() == [4, 5, 6]
 
 
 def test_a_tree_deeper_than_the_layout_is_refused(runtime: Runtime) -> None:

@@ -27,9 +27,8 @@ from tests.engines.bundles import build_tiny
 from tests.engines.test_gpu_attention import lower, native_missing
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import fix_costs
-from .test_lyanna import FULL
-from .test_lyanna import PROMPTS as IDS
+from .lyanna_bundle import FULL
+from .lyanna_bundle import PROMPTS as IDS
 
 PROMPTS = ["def fibonacci(n):", "Once upon a time there was", "Question: Tom has 3 apples and buys 4 more."]
 PARAMS = SamplingParams(max_tokens=64)
@@ -76,17 +75,12 @@ def check_captured(device: Device) -> None:
 # --- on the CPU ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix_costs(monkeypatch)
-
-
-@pytest.mark.usefixtures("_unmeasured")
-@pytest.mark.parametrize(("method", "size"), RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize("kind", ["tensorrt", "tensorrt-native"])
-def test_the_hosts_tokens_without_a_gpu(
-    lyanna_bundle: Path, tmp_path: Path, kind: str, method: str, size: Budget | None
-) -> None:
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("kind", "run"), [("tensorrt", "lyanna"), ("tensorrt-native", "ngram"), ("tensorrt-native", "lyanna-adaptive")]
+)
+def test_the_hosts_tokens_without_a_gpu(lyanna_bundle: Path, tmp_path: Path, kind: str, run: str) -> None:
+    method, size = RUNS[run]
     bundle = open_bundle(lyanna_bundle, verify=False)
     if kind == "tensorrt-native":
         bundle = lower(bundle, tmp_path / "native")
@@ -101,7 +95,7 @@ def test_the_hosts_tokens_without_a_gpu(
     assert compare_texts(found, expected) == 0
 
 
-@pytest.mark.usefixtures("_unmeasured")
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("kind", ["cpu", "refused", "no step"])
 def test_steps_that_were_not_captured_are_an_error(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

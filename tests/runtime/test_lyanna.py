@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections import abc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,37 +22,41 @@ from redraft.errors import UsageError
 from redraft.methods.lyanna_token_info import lookup
 from redraft.noise_spec import DRAWN
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, scheduler
-from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
+from redraft.runtime.generation import Origin
+from redraft.runtime.offers import Speculation
 from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, RowKey, noise_of
 from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
-from redraft.runtime.tree import prune
 from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind
-from tests.export.drafters.token_tree import Tree, build_subtree, resample
+from tests.export.drafters.token_tree import Tree, build_subtree
 
-from .fakes import fix_costs
-from .lyanna_bundle import CONTEXT, SCALE, STEPS, VOCABULARY, WIDTH
+from .drafts import Scripted
+from .lyanna_bundle import (
+    CONTEXT,
+    FULL,
+    PARAMS,
+    PROMPTS,
+    SCALE,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    admitted,
+    lyanna_of,
+    prompts,
+    request,
+)
 
 Open = Callable[..., Runtime]
-FULL = Budget(nodes=30, depth=STEPS, width=9)
-PARAMS = SamplingParams(max_tokens=40)
-
-
-def prompts(count: int, seed: int, longest: int = 80) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
 
 
 @pytest.fixture
-def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+def opened(lyanna_bundle: Path, unmeasured: None) -> Open:
     """Return a function that opens the bundle without measuring."""
-    fix_costs(monkeypatch)
 
     def open_runtime(max_num_seqs: int = 1, **lyanna: object) -> Runtime:
         options = {"lyanna": lyanna} if lyanna else {}
@@ -61,58 +65,42 @@ def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     return open_runtime
 
 
-PROMPTS = [*prompts(6, seed=1), [5] * 80, [3, 4] * 35]
-
-
-@pytest.fixture(scope="module")
-def plain(lyanna_bundle: Path) -> list[list[int]]:
-    """Return the verifier's own tokens after PROMPTS. Some end early, at an end-of-sequence token or a full context."""
-    with pytest.MonkeyPatch.context() as patch:
-        fix_costs(patch)
-        with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
-            texts = [list(g.token_ids) for g in runtime.generate(PROMPTS, PARAMS, "none")]
-    assert len({len(text) for text in texts}) > 2
-    return texts
-
-
 @pytest.mark.parametrize(
-    ("budget", "options"),
+    ("max_num_seqs", "method", "budget", "options"),
     [
-        (None, {}),
-        (None, {"resample": False}),
-        (None, {"method": "lyanna"}),
-        (None, {"threshold": 1}),
-        (FULL, {}),
-        (FULL, {"resample": False}),
-        (FULL, {"threshold": 1}),
-        (Budget(5, 2, 2), {}),
-        (Budget(1, 1, 1), {}),
+        (1, None, None, {}),
+        (3, None, None, {"resample": False}),
+        (3, "lyanna", None, {}),
+        (3, None, None, {"threshold": 1}),
+        (1, None, FULL, {"threshold": 1}),
+        (3, None, FULL, {}),
+        (3, None, FULL, {"resample": False}),
+        (1, None, Budget(5, 2, 2), {}),
+        (3, None, Budget(1, 1, 1), {}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_drafted_text_is_the_verifiers_own(
-    opened: Open, plain: list[list[int]], max_num_seqs: int, budget: Budget | None, options: dict[str, object]
-) -> None:
+    opened: Open, plain: list[list[int]], max_num_seqs: int, method: str | None, budget: Budget | None,
+    options: dict[str, object],
+) -> None:  # fmt: skip
     """Sequences begin, end and change slots. The trace replays, and contains only allowed drafts."""
-    trace = io.StringIO()
-    options = dict(options)
-    method = options.pop("method", None)
+    trace, texts = io.StringIO(), plain[: len(PROMPTS)]
     with opened(max_num_seqs, **options) as runtime:
         assert runtime.default_method == "ngram+lyanna"
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams(method, budget=budget), trace=trace)
-    assert [list(generation.token_ids) for generation in found] == plain
+    assert [list(generation.token_ids) for generation in found] == texts
     played = replay(trace.getvalue().splitlines())
-    for prompt, text, traced in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
+    for prompt, text, traced in zip(PROMPTS, texts, sorted_by_prompt(played.requests), strict=True):
         assert traced[: len(prompt) + len(text)] == prompt + text
     assert played.steps[OfferKind.FRESH] > 0
     resamples = options.get("resample", True)
     if budget is not None or not resamples:  # without a budget, costs measured on this machine decide
         assert (played.steps[OfferKind.RESAMPLE] > 0) == resamples
-    if budget is None or budget == FULL:
+    if budget in (None, FULL):
         assert played.accepted[OfferKind.FRESH] > 0
     if budget == FULL:  # otherwise the lookup may have had all accepted tokens
-        assert (played.accepted[OfferKind.RESAMPLE] > 0) == options.get("resample", True)
+        assert (played.accepted[OfferKind.RESAMPLE] > 0) == resamples
 
 
 def sorted_by_prompt(requests: dict[int, list[int]]) -> Iterator[list[int]]:
@@ -122,7 +110,7 @@ def sorted_by_prompt(requests: dict[int, list[int]]) -> Iterator[list[int]]:
         yield next(tokens for tokens in traced if tokens[: len(prompt)] == prompt)
 
 
-@pytest.mark.parametrize("threshold", range(STEPS + 1))
+@pytest.mark.parametrize("threshold", [0, 2, STEPS])
 def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, threshold: int) -> None:
     """After a fresh draft, steps are used one by one. Resampling ends when at most `threshold` remain."""
     with opened(threshold=threshold) as runtime:
@@ -137,12 +125,6 @@ def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, thre
         drafter.resample = observed  # type: ignore[method-assign]
         runtime.generate(PROMPTS[:3], PARAMS, speculation=SpeculationParams(budget=FULL))
     assert seen == set(range(threshold + 1, STEPS))
-
-
-def lyanna_of(runtime: Runtime) -> LyannaDrafter:
-    drafter = runtime._speculation.drafter("lyanna")
-    assert isinstance(drafter, LyannaDrafter)
-    return drafter
 
 
 @pytest.mark.parametrize(
@@ -160,47 +142,6 @@ def test_bad_options_of_the_drafter_are_refused(opened: Open, options: dict[str,
 
 
 # --- pending rows while other methods draft ---------------------------------------------------------------------------
-
-
-class Scripted(FixedBudget):
-    """Speculates in each step as in a script, per request. If it cannot resample, it drafts."""
-
-    def __init__(self, scripts: dict[int, list[OfferKind]]) -> None:
-        super().__init__(FULL)
-        self._scripts = scripts
-        self.played: list[OfferKind] = []
-
-    def budget(self, seq: Sequence) -> Budget:
-        """Return the budget of the script's next step."""
-        wanted = self._scripts[id(seq)]
-        self.now = wanted.pop(0) if wanted else OfferKind.NONE
-        seq.control = self.now
-        return NO_SPECULATION if self.now is OfferKind.NONE else FULL
-
-    def _plan(self, seq: Sequence, offers: abc.Sequence[Offer], limits: StepLimits) -> Plan:
-        if seq.control is OfferKind.NONE:
-            return super()._plan(seq, offers, limits)
-        wanted = [OfferKind.RESAMPLE, OfferKind.FRESH] if seq.control is OfferKind.RESAMPLE else [seq.control]
-        chosen = next(([offer] for kind in wanted for offer in offers if offer.key.kind is kind), [])
-        plan = super()._plan(seq, chosen, limits)
-        if plan.speculates:
-            self.played.append(plan.kind)
-        return plan
-
-
-def request(prompt: list[int], noise: DraftNoise = NO_NOISE) -> Sequence:
-    return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy(), noise=noise)
-
-
-def admitted(
-    runtime: Runtime, requests: list[Sequence], scripts: dict[int, list[OfferKind]] | None = None
-) -> tuple[Cycle, list[Sequence]]:
-    """Return a cycle and the batch of these requests after their prompts. Without scripts, all steps are plain."""
-    controller = Scripted(scripts or {id(seq): [] for seq in requests})
-    cycle, batch = Cycle(runtime.verifier, Speculation(lyanna_of(runtime), controller)), list[Sequence]()
-    for seq in requests:
-        scheduler.admit(cycle, batch, seq)
-    return cycle, batch
 
 
 def state(drafter: LyannaDrafter, name: str) -> np.ndarray:
@@ -241,8 +182,7 @@ def pair(opened: Open, max_num_seqs: int) -> Iterator[tuple[Runtime, Runtime]]:
         yield runtime, reference
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("max_num_seqs", "seed"), [(1, 0), (3, 1), (3, 2)])
 def test_a_draft_does_not_depend_on_earlier_drafts(opened: Open, max_num_seqs: int, seed: int) -> None:
     """Steps without drafts, with lookups, resampled and fresh drafts are in any order, and differ between requests."""
     rng = random.Random(seed)
@@ -250,22 +190,21 @@ def test_a_draft_does_not_depend_on_earlier_drafts(opened: Open, max_num_seqs: i
     with pair(opened, max_num_seqs) as (runtime, reference):
         requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
         scripts = {id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests}
-        controller = Scripted(scripts)
-        drafter = Pair(runtime._speculation.drafter("ngram"), lyanna_of(runtime))
-        cycle, steps = Cycle(runtime.verifier, Speculation(drafter, controller)), 0
-        batch: list[Sequence] = []
-        pending = list(requests)
-        while pending or batch:
-            while pending and len(batch) < max_num_seqs:
-                scheduler.admit(cycle, batch, pending.pop(0))
+        drafter, played = Pair(runtime._speculation.drafter("ngram"), lyanna_of(runtime)), set()
+        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted(FULL, scripts)))
+        cycle.record = lambda seq, plan, tree, outcome: played.add(plan.kind)
+        batch, waiting, steps = list[Sequence](), list(requests), 0
+        while waiting or batch:
+            while waiting and len(batch) < max_num_seqs:
+                scheduler.admit(cycle, batch, waiting.pop(0))
             cycle.step(batch)
             steps += 1
             scheduler.retire(cycle, batch)
             if batch and steps % 5 == 0:
                 check_state(runtime, reference, batch)
                 for seq in batch:  # their drafts are not verified: no steps remain, and no row is pending
-                    scripts[id(seq)].insert(0, OfferKind.NONE)
-        assert set(controller.played) == set(kinds) - {OfferKind.NONE}
+                    scripts[id(seq)][seq.counters.steps] = OfferKind.NONE
+    assert played == set(kinds)
 
 
 def test_many_pending_rows_are_computed_in_chunks(opened: Open) -> None:
@@ -298,30 +237,6 @@ def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
             drafter.draft([seq], [FULL])
 
 
-def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(opened: Open) -> None:
-    """The logits are those of unused steps of the last draft, after the bonus. A moved sequence keeps them."""
-    with opened(2) as runtime:
-        drafter, requests = lyanna_of(runtime), [request([5, 6, 7]), request([8, 9, 3, 4])]
-        cycle, batch = admitted(runtime, requests, {id(seq): [OfferKind.FRESH] for seq in requests})
-        cycle.step(batch)
-        assert all(drafter.remaining(seq) for seq in batch)
-        tables = bundle_tables(runtime)
-        trees = drafter.resample(batch, [FULL, FULL])
-        for slot, seq in enumerate(batch):
-            whole = resample(
-                chains(drafter)[slot], seq.drafting[drafter].used, seq.tokens[-1],
-                lambda token: lookup(tables, token), WIDTH, 0, SCALE, tables.get(names.DRAFT_VOCABULARY),
-            )  # fmt: skip
-            expected = whole.top_nodes(drafter.shape.resample_nodes)
-            assert trees[slot].tokens.tolist() == expected.tokens
-            assert trees[slot].parents.tolist() == expected.parents
-            np.testing.assert_allclose(trees[slot].log_probs, expected.log_probs, atol=1e-4)
-        cycle.move(batch[1], 1, 0)
-        (moved,) = drafter.resample([batch[1]], [FULL])
-        assert moved.tokens.tolist() == trees[1].tokens.tolist()
-        assert moved.parents.tolist() == trees[1].parents.tolist()
-
-
 def noisy_tree(runtime: Runtime, seq: Sequence, slot: int, nodes: int) -> Tree:
     """Return the tree of the unused steps of a sequence's last draft, with the noise of the positions after its last
     token."""
@@ -348,41 +263,29 @@ SAMPLED = [DraftNoise(1.0, 3), DraftNoise(0.5, 4), DraftNoise(0.6, 5, DRAWN)]
 """Draws are scaled by 1 / 0.6, which is not the drafter's own factor."""
 
 
-def test_drafts_and_resampled_trees_have_the_noise_of_absolute_positions(opened: Open) -> None:
-    """A step later, the unused steps have the same positions as before, now nearer to the root."""
-    with opened(3) as runtime:
+def test_drafts_are_algorithm_1s_and_resampled_trees_algorithm_2s_with_the_noise_of_absolute_positions(
+    opened: Open,
+) -> None:
+    """A step later, the unused steps have the same positions as before, now nearer to the root.
+
+    A sequence that moves to another slot keeps its steps.
+    """
+    with opened(4) as runtime:
         drafter = lyanna_of(runtime)
-        texts = [5, 6, 7], [8, 9, 3, 4], [2, 3]
-        requests = [request(text, noise) for text, noise in zip(texts, SAMPLED, strict=True)]
+        texts = [5, 6, 7], [8, 9, 3, 4], [2, 3], [7, 7]
+        requests = [request(text, noise) for text, noise in zip(texts, (*SAMPLED, NO_NOISE), strict=True)]
         cycle, batch = admitted(runtime, requests)
-        for slot, tree in enumerate(drafter.draft(batch, [FULL] * 3)):
+        for slot, tree in enumerate(drafter.draft(batch, [FULL] * 4)):
             assert_same_tree(tree, noisy_tree(runtime, batch[slot], slot, drafter.shape.nodes))
         for used in (1, 2):
             cycle.step(batch)
-            for slot, tree in enumerate(drafter.resample(batch, [FULL] * 3)):
+            expected = [noisy_tree(runtime, seq, slot, drafter.shape.resample_nodes) for slot, seq in enumerate(batch)]
+            for slot, tree in enumerate(drafter.resample(batch, [FULL] * 4)):
                 assert batch[slot].drafting[drafter].used == used
-                assert_same_tree(tree, noisy_tree(runtime, batch[slot], slot, drafter.shape.resample_nodes))
-
-
-def test_drawn_trees_say_what_each_nodes_children_were_drawn_from(opened: Open) -> None:
-    """Also a tree that was cut, and one of a sequence next to others that draw nothing."""
-    with opened(2) as runtime:
-        drafter, tables = lyanna_of(runtime), bundle_tables(runtime)
-        requests = [request([5, 6, 7], SAMPLED[0]), request([2, 3], SAMPLED[2])]
-        cycle, batch = admitted(runtime, requests)
-        drafter.draft(batch, [FULL] * 2)
-        cycle.step(batch)
-        coupled, drawn = drafter.resample(batch, [FULL] * 2)
-        slot = batch.index(requests[1])
-        if slot == 0:
-            coupled, drawn = drawn, coupled
-        assert coupled.draws is None
-        for tree in (drawn, drawn.first(2), prune(drawn, 3)):
-            assert tree.draws is not None
-            assert tree.draws.proposal.tokens is tables.get(names.DRAFT_VOCABULARY) is None
-            for depth, token in ((0, requests[1].tokens[-1]), (1, int(tree.tokens[1]))):
-                expected = (chains(drafter)[slot][1 + depth] + lookup(tables, token)) / np.float32(0.6)
-                np.testing.assert_allclose(tree.draws.proposal.logits(depth, token), expected, rtol=1e-6)
+                assert_same_tree(tree, expected[slot])
+        cycle.move(batch[3], 3, 0)
+        (moved,) = drafter.resample([batch[3]], [FULL])
+        assert_same_tree(moved, expected[3])
 
 
 def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
@@ -417,9 +320,8 @@ def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Op
         check_state(runtime, reference, batch)
 
 
-@pytest.mark.parametrize("refused", ["generate", "stream"])
 def test_a_second_generation_is_refused_before_anything_is_measured(
-    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measuring the costs of drafts overwrites KV rows, which would change the text of a running request."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -429,8 +331,46 @@ def test_a_second_generation_is_refused_before_anything_is_measured(
         next(running)
         kv = runtime.verifier.steps.kv
         kv[:] = kept = np.random.default_rng(0).random(kv.shape, np.float32)
-        with pytest.raises(UsageError, match="still running"):
-            runtime.generate([[5]], PARAMS) if refused == "generate" else next(runtime.stream([5], PARAMS))
-        assert np.array_equal(kv, kept)
+        for second in (lambda: runtime.generate([[5]], PARAMS), lambda: next(runtime.stream([5], PARAMS))):
+            with pytest.raises(UsageError, match="still running"):
+                second()
+            assert np.array_equal(kv, kept)
         running.close()
         assert runtime.generate([[5]], PARAMS)
+
+
+# --- text as it is written --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "device"), [("none", None), ("ngram", None), ("lyanna", "cpu"), ("ngram+lyanna", None)]
+)
+def test_pieces_and_their_origins_are_those_of_generate(
+    lyanna_bundle: Path, unmeasured: None, method: str, device: str | None
+) -> None:
+    params, prompt = SamplingParams(max_tokens=40, ignore_eos=True), [5, 6, 7, 5, 6]
+    options = {"ngram": {"prompt_lookup_min": 1}}
+    with Runtime.open(lyanna_bundle, verify=False, device=device, drafter_options=options) as runtime:
+        expected = runtime.generate([prompt], params, "none")[0]
+        how = SpeculationParams(method, controller=None if method == "none" else "fixed,gamma=4")
+        pieces = runtime.pieces(prompt, params, how)
+        found = list(pieces)
+    assert pieces.generation is not None
+    assert "".join(piece.text for piece in found) == expected.text == pieces.generation.text
+    assert len(found) == len(expected.token_ids)
+    counts = Counter(piece.origin for piece in found)
+    drafted = counts[Origin.LOOKUP] + counts[Origin.DRAFTER]
+    assert drafted == pieces.generation.metrics.num_accepted_draft_tokens
+    assert (drafted > 0) == (method != "none")
+    assert bool(counts[Origin.DRAFTER]) <= ("lyanna" in method)
+    assert bool(counts[Origin.LOOKUP]) <= ("ngram" in method)
+
+
+def test_stopping_ends_the_text_after_the_step(opened: Open) -> None:
+    with opened() as runtime:
+        pieces = runtime.pieces([5, 6, 7], PARAMS, "none")
+        taken = [pieces.stop() or piece for piece in pieces]
+        assert len(taken) == 1
+        assert pieces.generation is not None
+        assert pieces.generation.finish_reason == "stop"
+        assert runtime.generate([[5, 6, 7]], PARAMS, "none")[0].token_ids[:1] == pieces.generation.token_ids

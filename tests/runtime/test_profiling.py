@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from redraft.runtime.metrics import Clock
 from redraft.runtime.profiling import ENGINE, FIELDS, STEP, Nvtx, Recorded, Recording, StageTimers
 from redraft.types import Budget
 
-from .fakes import greedy, make_runtime
+from .fakes import greedy, know_costs, make_runtime
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 PARTS = {"offers", "resample", "draft", "choose", "fill", "verify", "accept", "commit"}
@@ -33,11 +32,13 @@ def run(runtime: Runtime, watcher: object) -> Generation:
 
 
 @pytest.fixture(scope="module")
-def watched(lyanna_bundle: Path) -> Iterator[tuple[Recording, Generation]]:
+def watched(lyanna_bundle: Path) -> tuple[Recording, Generation]:
     """Return the recording of a bundle with a drafter."""
     recording = Recording()
-    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
-        yield recording, run(runtime, recording)
+    with pytest.MonkeyPatch.context() as patch:
+        know_costs(patch)
+        with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+            return recording, run(runtime, recording)
 
 
 def test_a_trace_is_the_json_that_perfetto_reads(watched: tuple[Recording, Generation]) -> None:

@@ -13,9 +13,7 @@ from redraft.errors import UsageError
 from redraft.runtime import Runtime, SpeculationParams
 from redraft.types import Budget
 
-from .fakes import BOS, EOS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
-
-BUDGETS = [None, Budget(12, 4, 4), Budget(3, 8, 1), Budget(30, 6, 6), Budget(0, 0, 0)]
+from .fakes import BOS, EOS, VOCABULARY, greedy, make_runtime, mixing_rule, plain, script
 
 
 def random_prompts(count: int, seed: int) -> list[list[int]]:
@@ -23,9 +21,18 @@ def random_prompts(count: int, seed: int) -> list[list[int]]:
     return [[rng.randrange(97, 102) for _ in range(rng.randrange(1, 60))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("budget", BUDGETS, ids=str)
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize(
+    ("method", "max_num_seqs", "budget"),
+    [
+        ("none", 1, None),
+        ("none", 3, None),
+        ("ngram", 1, None),
+        ("ngram", 3, Budget(12, 4, 4)),
+        ("ngram", 1, Budget(3, 8, 1)),
+        ("ngram", 3, Budget(30, 6, 6)),
+    ],
+    ids=str,
+)
 def test_speculative_text_is_the_models_own(method: str, max_num_seqs: int, budget: Budget | None) -> None:
     """An error of mask, position, cache_len, KV compaction, padding or slot fails, since the fake reads its KV rows."""
     runtime = make_runtime(max_num_seqs=max_num_seqs)
@@ -60,7 +67,7 @@ def test_speculation_saves_steps_on_repetitive_text() -> None:
     assert result.metrics.num_steps * result.metrics.mean_acceptance_length == pytest.approx(99)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 150, 256, 257])
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 257])
 def test_chunked_prefill(length: int) -> None:
     """At chunk borders and in padded last chunks, every row of the prompt is computed once, at its position."""
     prompt = random_prompts(1, seed=length)[0] * 300
@@ -88,8 +95,9 @@ def test_eos_in_the_middle_of_an_accepted_path() -> None:
     assert list(beyond.token_ids) == said
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
-@pytest.mark.parametrize("prompt_length", [1, 90, 98, 99])
+@pytest.mark.parametrize(
+    ("method", "prompt_length"), [("none", 98), ("ngram", 1), ("ngram", 90), ("ngram", 98), ("ngram", 99)]
+)
 def test_context_filled_exactly(method: str, prompt_length: int) -> None:
     """The text uses the last row of the buffer and no row past it, which the fake would refuse."""
     prompt = [97 + i % 3 for i in range(prompt_length)]
@@ -136,11 +144,6 @@ def test_ids_of_numpy_are_ids() -> None:
     assert runtime.generate([ids], greedy(3))[0].token_ids == runtime.generate([ids.tolist()], greedy(3))[0].token_ids
 
 
-def test_closing_twice_is_harmless() -> None:
-    with make_runtime() as runtime:
-        runtime.close()
-
-
 def test_empty_prompt_is_the_bare_bos() -> None:
     result = make_runtime(script(b"hi", 1)).generate([""], greedy(2))[0]
     assert (result.text, result.prompt_tokens) == ("hi", 1)
@@ -182,27 +185,19 @@ def test_margins_are_recorded_per_token_if_requested() -> None:
     assert runtime.generate(["abc"], greedy(20))[0].logit_margins is None
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -> None:
+def test_synthetic_acceptance_is_forced_seeded_and_labelled() -> None:
     """Acceptance rates follow the request by depth, and the label marks all text of such a run."""
-    runtime = make_runtime(lambda tokens: 97, max_model_len=1000, max_num_seqs=max_num_seqs)
+    runtime = make_runtime(lambda tokens: 97, max_model_len=1000, max_num_seqs=2)
     args = dict(speculation=SpeculationParams(budget=Budget(6, 3, 2)), synthetic_acceptance=(0.9, 0.5, 0.0))
-    runs = [runtime.generate(["a", "a"], greedy(600, seed=seed), **args) for seed in (1, 1, 2)]
-    first = runs[0][0]
-    assert first.token_ids == runs[1][0].token_ids != runs[2][0].token_ids
+    params = [greedy(600, seed=1), greedy(30, seed=1), greedy(30, seed=2)]
+    first, again, other = runtime.generate(["a"] * 3, params, **args)
+    assert first.token_ids[:20] == again.token_ids[:20] != other.token_ids[:20]
     assert first.metrics.to_json()["synthetic"] is True
     assert first.text.startswith("[synthetic")
     kept = first.metrics.acceptance_histogram
     assert len(kept) == 3
     assert 1 - kept[0] / sum(kept) == pytest.approx(0.9, abs=0.05)
     assert kept[2] / (kept[1] + kept[2]) == pytest.approx(0.5, abs=0.08)
-
-
-def test_a_batch_is_one_engine_call_a_step() -> None:
-    runtime = make_runtime(max_num_seqs=3)
-    engine = engine_of(runtime.verifier)
-    runtime.generate(random_prompts(3, seed=1), greedy(30), speculation="none")
-    assert [batch for batch, _ in engine.sizes] == [1] * 3 + [3] * 29
 
 
 def test_a_closed_runtime_refuses_calls() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import random
 import time
 import weakref
@@ -39,7 +38,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 9])
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 9])
 def test_requests_of_several_ways_share_a_batch(max_num_seqs: int) -> None:
     """Each text is the model's own, each call verifies a whole batch, and its trace replays."""
     runtime, trace = make_runtime(max_num_seqs=max_num_seqs), io.StringIO()
@@ -118,15 +117,6 @@ def test_sampled_requests_begin_without_what_greedy_ones_taught() -> None:
     assert (known.tokens, known.plain_steps) == kept
 
 
-@pytest.mark.parametrize("budget", [Budget(6, 4, 1), Budget(12, 6, 2)])
-def test_two_trees_together_are_no_wider_than_the_budget(budget: Budget) -> None:
-    runtime, trace = make_runtime(max_num_seqs=2), io.StringIO()
-    other = plain(lambda tokens: mixing_rule(tokens) % 5 + 97, PROMPTS[4], 60)
-    runtime.generate(PROMPTS, greedy(30), SpeculationParams("ngram", other, budget), trace=trace)
-    steps = [json.loads(line) for line in trace.getvalue().splitlines() if "position" in line]
-    assert max(step["parents"].count(0) for step in steps) == budget.width
-
-
 @pytest.mark.parametrize("budget", [Budget(8, 4, 0), Budget(8, 0, 4), Budget(0, 4, 4)], ids=str)
 def test_a_budget_without_nodes_is_plain_decoding(monkeypatch: pytest.MonkeyPatch, budget: Budget) -> None:
     runtime = make_runtime()
@@ -189,8 +179,6 @@ def test_impossible_speculation_is_refused_before_any_computation(ways: object, 
         ({"prediction": b"ab"}, "a prediction is a text or a list of token ids, not bytes"),
         ({"prediction": bytearray(b"ab")}, "a prediction is a text or a list of token ids, not bytearray"),
         ({"prediction": {1, 2}}, "a prediction is a text or a list of token ids, not set"),
-        ({"prediction": {1: 2}}, "a prediction is a text or a list of token ids, not dict"),
-        ({"prediction": {1: 2}.keys()}, "a prediction is a text or a list of token ids, not dict_keys"),
         ({"prediction": [1, 1.5]}, "a prediction's token ids are whole numbers, not 1.5"),
         ({"budget": 12}, "budget must be a Budget, not 12"),
         ({"controller": "bold"}, "unknown controller 'bold'; choose one of adaptive, fixed"),
@@ -284,8 +272,9 @@ def never_twice(tokens: list[int], logits: np.ndarray) -> np.ndarray:
     return changed
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
-@pytest.mark.parametrize("how", ["none", "ngram", SpeculationParams("ngram", budget=Budget(12, 4, 3))], ids=str)
+@pytest.mark.parametrize(
+    ("how", "max_num_seqs"), [("none", 1), ("ngram", 3), (SpeculationParams("ngram", budget=Budget(12, 4, 3)), 3)]
+)
 def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_num_seqs: int) -> None:
     """The text equals that of a model that computes such logits itself, and only accepted nodes cost a call."""
     seen: list[list[int]] = []

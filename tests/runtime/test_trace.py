@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,11 +22,14 @@ BUDGET = Budget(12, 4, 3)
 
 
 def traced(max_num_seqs: int = 2, method: str = "ngram", budget: Budget | None = BUDGET) -> list[str]:
+    return _traced(max_num_seqs, SpeculationParams(method, budget=budget)).splitlines()
+
+
+@cache
+def _traced(max_num_seqs: int, how: SpeculationParams) -> str:
     file = io.StringIO()
-    make_runtime(max_num_seqs=max_num_seqs).generate(
-        PROMPTS, greedy(25), SpeculationParams(method, budget=budget), trace=file
-    )
-    return file.getvalue().splitlines()
+    make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, greedy(25), how, trace=file)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
@@ -83,9 +87,7 @@ def test_every_choice_of_an_adaptive_run_replays() -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_pinned_nodes_of_a_choice_replay(max_num_seqs: int) -> None:
     """They are verified at a loss, which a trace without them would not explain."""
-    file = io.StringIO()
-    make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, greedy(26), "lookahead", trace=file)
-    lines = file.getvalue().splitlines()
+    lines = traced(max_num_seqs, "lookahead", None)
     assert replay(lines).nodes[OfferKind.LOOKUP] > 0
     number = next(i for i, line in enumerate(lines) if '"least"' in line and '"probed"' not in line)
     step = json.loads(lines[number])
@@ -107,18 +109,11 @@ def test_shares_that_the_batch_does_not_have_are_refused() -> None:
 
 
 def test_streaming_writes_the_same_trace() -> None:
-    file, runtime = io.StringIO(), make_runtime()
-    assert "".join(runtime.stream(PROMPTS[1], greedy(25), SpeculationParams("ngram", budget=BUDGET), file))
-    again = io.StringIO()
-    (found,) = make_runtime().generate([PROMPTS[1]], greedy(25), SpeculationParams("ngram", budget=BUDGET), trace=again)
-    assert file.getvalue() == again.getvalue() != ""
-    assert sum(replay(again.getvalue().splitlines()).steps.values()) == found.metrics.num_steps
-
-
-def test_plain_decoding_is_traced_too() -> None:
-    played = replay(traced(method="none", budget=None))
-    assert set(played.steps) == {OfferKind.NONE}
-    assert sum(played.nodes.values()) == 0
+    streamed, generated, how = io.StringIO(), io.StringIO(), SpeculationParams("ngram", budget=BUDGET)
+    assert "".join(make_runtime().stream(PROMPTS[1], greedy(25), how, streamed))
+    (found,) = make_runtime().generate([PROMPTS[1]], greedy(25), how, trace=generated)
+    assert streamed.getvalue() == generated.getvalue() != ""
+    assert sum(replay(generated.getvalue().splitlines()).steps.values()) == found.metrics.num_steps
 
 
 def test_forced_acceptance_is_not_traced() -> None:
