@@ -99,7 +99,6 @@ class StageTimers:
         self.clock = clock
         self.listener: RangeListener | None = None
         self._stages: dict[str, StageTimer | _NoTimer] = {}
-        self._calls: dict[str, StageTimer] = {}
 
     def stage(self, name: str) -> StageTimer | _NoTimer:
         """Return the range of a part of a step, for use in `with`.
@@ -109,17 +108,14 @@ class StageTimers:
         found = self._stages.get(name)
         if found is None:
             shown = name.partition(" ")[0]
-            field = FIELDS.get(shown)
+            field = "engine" if shown.startswith(ENGINE) else FIELDS.get(shown)
             unseen = field is None and self.listener is None
             found = self._stages[name] = _NO_TIMER if unseen else StageTimer(shown, self.clock, field, self.listener)
         return found
 
-    def call(self, graph: str) -> StageTimer:
+    def call(self, graph: str) -> StageTimer | _NoTimer:
         """Return the range of an engine's call, for use in `with`."""
-        found = self._calls.get(graph)
-        if found is None:
-            found = self._calls[graph] = StageTimer(ENGINE + graph, self.clock, "engine", self.listener)
-        return found
+        return self.stage(ENGINE + graph)
 
     def waited_for(self, stage: str, seconds: float, own: float) -> None:
         """Move the time that `verify` waited for the work of `stage` to that stage.
@@ -140,15 +136,13 @@ class StageTimers:
     @contextmanager
     def listening(self, listener: RangeListener) -> Iterator[None]:
         """Let `listener` receive every range until the end of the block. Enter and leave it between two steps."""
-        self._listen(listener)
+        self.listener = listener
+        self._stages = {}
         try:
             yield
         finally:
-            self._listen(None)
-
-    def _listen(self, listener: RangeListener | None) -> None:
-        self.listener = listener
-        self._stages, self._calls = {}, {}
+            self.listener = None
+            self._stages = {}
 
 
 class _NoTimer:

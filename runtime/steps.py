@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from redraft.engines.device import Array, Buffer
@@ -54,13 +54,6 @@ class LruCache(Generic[K, V]):
     def clear(self) -> None:
         """Drop all values."""
         self._values.clear()
-
-    def __iter__(self) -> Iterator[K]:
-        """Iterate over the keys, the least recently used first."""
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class FeatureReader(Protocol):

@@ -156,7 +156,7 @@ def test_the_least_recently_used_shapes_are_dropped(
             texts.append([g.token_ids for g in runtime.generate(SHORT, PARAMS, "ngram")])
             steps = runtime.verifier.steps
             assert isinstance(steps, GraphSteps)
-            kept = list(steps._trees)
+            kept = list(steps._trees._values)
             held.append(len(kept))
             if most == 2:
                 steps.tree([blank(kept[0][1])] * kept[0][0], [0] * kept[0][0])
@@ -164,7 +164,7 @@ def test_the_least_recently_used_shapes_are_dropped(
                 cuda.put(lambda: None)
                 steps.tree([blank(64)], [0])
                 assert under_way == [0]
-                assert list(steps._trees) == [kept[0], (1, 64)]
+                assert list(steps._trees._values) == [kept[0], (1, 64)]
     assert held[0] > held[1] == 2
     assert texts[0] == texts[1]
 

@@ -128,7 +128,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("lyanna", budget=FULL))
         steps, drafter = runtime.verifier.steps, runtime._speculation.drafter("lyanna")
         assert isinstance(steps, GraphSteps)
-        assert len(steps._prefills) == len(drafter._calls) == 2  # type: ignore[attr-defined]
+        assert len(steps._prefills._values) == len(drafter._calls._values) == 2  # type: ignore[attr-defined]
     assert [list(generation.token_ids) for generation in found] == plain[: len(PROMPTS)]
 
 
@@ -197,11 +197,11 @@ def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences:
 
 def test_the_least_recently_used_value_is_dropped() -> None:
     dropped: list[list[str]] = []
-    cache: LruCache[str, int] = LruCache(2, lambda: dropped.append(list(cache)))
+    cache: LruCache[str, int] = LruCache(2, lambda: dropped.append(list(cache._values)))
     assert [cache.get(key, lambda value=value: value) for key, value in (("a", 1), ("b", 2), ("a", 3))] == [1, 2, 1]
     assert cache.get("c", lambda: 3) == 3
     assert dropped == [["b", "a"]]  # called before the value is dropped
-    assert list(cache) == ["a", "c"]
+    assert list(cache._values) == ["a", "c"]
     assert cache.get("b", lambda: 4) == 4
     cache.clear()
-    assert not len(cache)
+    assert not cache._values
