@@ -138,7 +138,8 @@ def every(
     from rich.console import Console
 
     from redraft.errors import UsageError
-    from redraft.train.compare import CompareRecipe, chosen, results_table, train_all
+    from redraft.train.compare import CompareRecipe, chosen, train_all
+    from redraft.train.compare_results import results_table
     from redraft.train.data import parse_sources
     from redraft.train.progress import ProgressReport
 

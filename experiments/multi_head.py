@@ -46,8 +46,8 @@ from redraft.train.acceptance import acceptance_of, rank_accuracies
 from redraft.train.batches import Batch, BatchPlan
 from redraft.train.config import Recipe
 from redraft.train.data import SEPARATOR, data_digest, load_corpora, parse_sources
+from redraft.train.distillation import ChainAttention
 from redraft.train.loop import load_checkpoint, refuse_run, train
-from redraft.train.objectives.distillation import ChainAttention
 from redraft.train.objectives.multi_head import MultiHeadObjective
 from redraft.train.progress import ProgressReport
 from redraft.train.verifier_model import VerifierModel, open_verifier

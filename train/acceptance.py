@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.train.batches import Batch, gather_places
-from redraft.train.training import DrafterObjective
+from redraft.train.distillation import Distillation
 from redraft.train.verifier_model import autocast_of
 
 _ROWS_AT_ONCE = 8
@@ -54,7 +54,7 @@ class _Depth(NamedTuple):
     real: torch.Tensor
 
 
-def _depths(objective: DrafterObjective, batches: Iterable[Batch]) -> Iterator[_Depth]:
+def _depths(objective: Distillation, batches: Iterable[Batch]) -> Iterator[_Depth]:
     """Yield every depth of the drafts of every batch. Products have the verifier's type, as in training."""
     for some in batches:
         with autocast_of(objective.verifier):
@@ -66,7 +66,7 @@ def _depths(objective: DrafterObjective, batches: Iterable[Batch]) -> Iterator[_
 
 
 @torch.inference_mode()
-def greedy_draft_logit_scale(objective: DrafterObjective, batches: Iterable[Batch]) -> float:
+def greedy_draft_logit_scale(objective: Distillation, batches: Iterable[Batch]) -> float:
     """Return the factor on a drafter's logits that makes the verifier's greedy tokens most probable, over all depths.
 
     A drafter learns the probability of sampling a token. With a greedy verifier, its own distribution is too flat, and
@@ -90,7 +90,7 @@ def greedy_draft_logit_scale(objective: DrafterObjective, batches: Iterable[Batc
 
 
 @torch.inference_mode()
-def rank_accuracies(objective: DrafterObjective, batches: Iterable[Batch]) -> list[list[float]]:
+def rank_accuracies(objective: Distillation, batches: Iterable[Batch]) -> list[list[float]]:
     """Return how often the candidate of a rank is the verifier's greedy token, by depth and rank, over all drafts.
 
     Unlike acceptance, a depth's shares count drafts that were wrong before too. Ranks are at most RANKS and the draft
@@ -127,7 +127,7 @@ class _DepthCounts:
 
 
 @torch.inference_mode()
-def acceptance_of(objective: DrafterObjective, batches: Iterable[Batch]) -> Acceptance:
+def acceptance_of(objective: Distillation, batches: Iterable[Batch]) -> Acceptance:
     """Measure on batches of texts, over the drafts that begin at their starts.
 
     A draft continues while the text equals the verifier's greedy tokens. The verifier's own greedy text always does.

@@ -75,6 +75,21 @@ def gather_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return rows.gather(1, index)
 
 
+def similar_lengths(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], rows: int, together: int, rng: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """Return batches of `rows` texts of similar lengths in random order, from a random order of texts.
+
+    The texts of `together` batches are sorted by length together. The last batch may have fewer texts.
+    """
+    batches: list[NDArray[np.int64]] = []
+    for some in np.split(order, range(together * rows, len(order), together * rows)):
+        by_length = some[np.argsort(lengths[some], kind="stable")]
+        parts = np.split(by_length, range(rows, len(some), rows))
+        batches += [parts[i] for i in rng.permutation(len(parts))]
+    return batches
+
+
 class BatchSource(Protocol):
     """A run's batches."""
 

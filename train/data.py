@@ -122,12 +122,6 @@ def facts_of(corpus: Corpus, tokens: int) -> dict[str, Any]:
     }
 
 
-def data_facts(out: Path) -> dict[str, Any]:
-    """Return the record that a run wrote of each kind: documents, characters, tokens, held-out names."""
-    facts: dict[str, Any] = json.loads((out / DATA).read_text(encoding="utf-8"))
-    return facts
-
-
 def token_stream(
     tokenizer: Tokenizer, documents: Sequence[Document], seed: int, eos: int | None, dtype: type[np.integer[Any]]
 ) -> NDArray[Any]:

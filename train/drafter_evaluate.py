@@ -14,11 +14,11 @@ import numpy as np
 from redraft.errors import DataError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.train.acceptance import Acceptance, acceptance_of
+from redraft.train.distillation import Distillation
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives import find_training
 from redraft.train.questions import ChatTurns
 from redraft.train.text_batches import text_batch
-from redraft.train.training import DrafterObjective
 from redraft.train.verifier_model import VerifierModel, check_device, open_verifier
 from redraft.train.writer import continue_greedily
 
@@ -65,15 +65,15 @@ def evaluate_drafter(  # noqa: PLR0913 - facts of one evaluation
     }
 
 
-def open_drafter(checkpoint: DrafterCheckpoint, verifier: VerifierModel) -> DrafterObjective:
+def open_drafter(checkpoint: DrafterCheckpoint, verifier: VerifierModel) -> Distillation:
     """Return the loss of a published drafter. Raises CheckpointError if it does not belong to the verifier."""
     training = find_training(checkpoint.method)
     config = checkpoint.configure(training.config)
     checkpoint.check_verifier(config, verifier.hidden_size, verifier.vocab_size, verifier.identity)
-    module = training.drafter(config)
+    module = training.loss.module(config)
     tokens = checkpoint.load(module)
     vocabulary = DraftColumns.of(tokens.draft_vocabulary, config.vocab_size)
-    objective = training.objective(verifier.model, config, training.recipe(), vocabulary, False)
+    objective = training.loss(verifier.model, config, training.table(), vocabulary)
     objective.drafter.load_state_dict(module.state_dict())
     return objective
 
@@ -106,7 +106,7 @@ def read_prompts(paths: Sequence[Path], limit: int | None = None) -> dict[str, l
 
 
 def _measure(
-    objective: DrafterObjective, verifier: VerifierModel, ends: frozenset[int], kind: str, ids: list[tuple[int, ...]],
+    objective: Distillation, verifier: VerifierModel, ends: frozenset[int], kind: str, ids: list[tuple[int, ...]],
     new_tokens: int,
 ) -> KindAcceptance:  # fmt: skip
     """Leave out prompts whose text would pass the verifier's positions."""

@@ -12,7 +12,7 @@ checkpoint.pt        the loop's checkpoint
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,16 +27,17 @@ from redraft.files import write_json
 from redraft.records import to_plain
 from redraft.train.batches import Batch, BatchSource, KeptStates
 from redraft.train.data import DATA
+from redraft.train.distillation import Distillation
 from redraft.train.document_text import DocumentText
 from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import refuse_run, train
 from redraft.train.objectives import find_training
-from redraft.train.progress import PROGRESS, DrafterLog, ProgressReport, measures_of
+from redraft.train.progress import PROGRESS, DrafterLog, ProgressReport
 from redraft.train.states import States
 from redraft.train.text_batches import WrittenText
 from redraft.train.trained_drafter import RunFacts, TrainedDrafter
-from redraft.train.training import DrafterObjective, Start, Training
+from redraft.train.training import Start, Training
 from redraft.train.verifier_model import VerifierModel, autocast_of, check_device, open_verifier
 
 TEXTS = "texts"
@@ -82,13 +83,13 @@ def train_drafter(  # noqa: PLR0913 - the options of a command
     if texts is None:
         material = DocumentText(kept or out / TEXTS, loaded, recipe, sources, report.writing)
     else:
-        material = WrittenText(texts, recipe, training.hidden_states(config))
+        material = WrittenText(texts, recipe, training.loss.hidden_states_of(config))
         if material.computed_again:
             report.note(material.computed_again)
     recipe = material.recipe
     facts = RunFacts(method_name, to_plain(config), loaded.identity, material.digest, material.settings, digest)
     _begin(out, facts, resume, drops_texts=texts is None and kept is None)
-    lookahead = training.lookahead(config, recipe.drafter)
+    lookahead = training.loss.lookahead_of(config, recipe.drafter)
     material.check(loaded, lookahead)
     plan = material.plan(lookahead)
     counts = material.counts(loaded.vocab_size)
@@ -96,15 +97,15 @@ def train_drafter(  # noqa: PLR0913 - the options of a command
         write_json(out / DATA, {"kinds": material.facts(), "coverage": coverage(counts)})
         np.save(out / COUNTS, counts)
     torch.manual_seed(recipe.seed)
-    objective = training.objective(loaded.model, config, recipe, draft_vocabulary(config, counts), compile_graph)
+    objective = training.loss(loaded.model, config, recipe.drafter, draft_vocabulary(config, counts), compile_graph)
     recipe = recipe.for_epoch(material.batches)
     if kept is not None and texts is None:
-        plan = _with_states(plan, kept, recipe.seed, facts, objective, training.hidden_states(config))
+        plan = _with_states(plan, kept, recipe.seed, facts, objective)
     if fill and not resume:
         fill(objective.drafter, loaded, (plan.batch(step, recipe) for step in range(recipe.steps)))
     objective.to(device)
     held_out = material.held_out(objective.lookahead)
-    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(training))
+    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, training.measures)
     ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,
         report=log,
@@ -113,11 +114,9 @@ def train_drafter(  # noqa: PLR0913 - the options of a command
     return ran
 
 
-def _with_states(
-    plan: BatchSource, kept: Path, seed: int, facts: RunFacts, objective: DrafterObjective, hidden_states: Sequence[str]
-) -> KeptStates:
+def _with_states(plan: BatchSource, kept: Path, seed: int, facts: RunFacts, objective: Distillation) -> KeptStates:
     """Return the plan's batches with the verifier's states, kept in a folder of this order and these hidden states."""
-    verifier = objective.verifier
+    verifier, hidden_states = objective.verifier, objective.hidden_states
 
     def compute(batch: Batch) -> States:
         with autocast_of(verifier):

@@ -15,11 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from redraft.train.acceptance import Acceptance, acceptance_of, greedy_draft_logit_scale
+from redraft.train.acceptance import Acceptance, acceptance_of
 from redraft.train.batches import Batch
+from redraft.train.distillation import Distillation
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import StepReport
-from redraft.train.training import DrafterObjective, Measure, Training
+from redraft.train.training import Measure
 
 PROGRESS = "progress.jsonl"
 _SPEED_WINDOW = 20
@@ -90,18 +91,13 @@ class ProgressReport:
         return f"{losses} | lr {report.lr_factor:.2f} {speed:.0f} tok/s eta {left_min:.1f} min"
 
 
-def measures_of(training: Training) -> dict[str, Measure]:
-    """Return the measured fields of a method's configuration: those of every method, and its own."""
-    return {"draft_logit_scale": greedy_draft_logit_scale, **training.measures}
-
-
 class DrafterLog:
     """Callable on each StepReport. Measures every `evaluate_every` steps and after the last one."""
 
     def __init__(
         self,
         path: Path,
-        objective: DrafterObjective,
+        objective: Distillation,
         held_out: Mapping[str, list[Batch]],
         recipe: DrafterRecipe,
         report: ProgressReport,
@@ -109,7 +105,7 @@ class DrafterLog:
     ) -> None:
         """`held_out` has greedy texts of every kind. Drafts start at the last token of their prompts or later.
 
-        measures: see `measures_of`.
+        measures: see `redraft.train.training.Training`.
         """
         self._path, self._objective, self._held_out, self._report = path, objective, held_out, report
         self._measures = measures

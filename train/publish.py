@@ -17,11 +17,11 @@ from redraft.errors import CheckpointError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Storage, save_drafter
 from redraft.methods import find_method as specification
 from redraft.train.acceptance import WIDTH
-from redraft.train.data import data_facts
+from redraft.train.data import DATA
 from redraft.train.drafter_run import COUNTS, draft_vocabulary
 from redraft.train.loop import load_checkpoint
 from redraft.train.objectives import find_training
-from redraft.train.progress import PROGRESS, measures_of, read_progress
+from redraft.train.progress import PROGRESS, read_progress
 from redraft.train.trained_drafter import RunFacts, TrainedDrafter
 from redraft.train.verifier_model import VerifierModel
 
@@ -39,10 +39,10 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
     storage = storage or method.storage
     recipe = method.recipe.from_dict(state["recipe"], str(run))
     module = facts.module(run, state)
-    fields = tuple(measures_of(method))
+    fields = tuple(method.measures)
     measured = _last_measurement(run, facts.method, int(state["step"]), fields)
     config = facts.configuration(run, **{name: measured[name] for name in fields})
-    data = data_facts(run)
+    data = json.loads((run / DATA).read_text(encoding="utf-8"))
     training = {
         "recipe": recipe.to_dict(),
         "step": int(state["step"]),

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import DataError
-from redraft.train.batches import Batch, BatchSource
+from redraft.train.batches import Batch, BatchSource, similar_lengths
 from redraft.train.config import Recipe
 from redraft.train.data import is_held_out
 from redraft.train.drafter_config import DrafterRecipe
@@ -42,6 +42,10 @@ class _Text:
     prompt: int
     kind: str
     temperature: float
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return one of its arrays."""
+        return self.shard.array(name)[self.first : self.first + self.length]
 
 
 class WrittenText:
@@ -112,8 +116,7 @@ class WrittenText:
         """Return how often the verifier wrote every token in the training texts, int64 [V]."""
         counts = np.zeros(vocab_size, np.int64)
         for text in self.training:
-            tokens = text.shard.array("tokens")[text.first + text.prompt : text.first + text.length]
-            counts += np.bincount(tokens, minlength=vocab_size)
+            counts += np.bincount(text.array("tokens")[text.prompt :], minlength=vocab_size)
         return counts
 
     def facts(self) -> dict[str, Any]:
@@ -141,7 +144,7 @@ class WrittenText:
         """Return a batch of these texts. Drafts start at the last token of the prompt or later."""
         names = [HIDDEN + name for name in self._hidden_states]
         kept = all(name in text.shard for text in texts for name in names)
-        arrays = [{name: _part(text, name) for name in ("tokens", *((*names, *TOP) if kept else ()))} for text in texts]
+        arrays = [{name: text.array(name) for name in ("tokens", *((*names, *TOP) if kept else ()))} for text in texts]
         return text_batch(arrays, [text.prompt for text in texts], tuple(text.kind for text in texts))
 
 
@@ -179,11 +182,7 @@ class TextPlan:
         rng = np.random.Generator(np.random.PCG64([self._seed, epoch]))
         batches = len(self._lengths) // self._rows
         order = rng.permutation(len(self._lengths))[: batches * self._rows]
-        parts = []
-        for part in np.split(order, range(_SORTED * self._rows, len(order), _SORTED * self._rows)):
-            rows = part[np.argsort(self._lengths[part], kind="stable")].reshape(-1, self._rows)
-            parts.append(rows[rng.permutation(len(rows))])
-        return np.concatenate(parts)
+        return np.stack(similar_lengths(order, self._lengths, self._rows, _SORTED, rng))
 
 
 def _texts(shard: Shard) -> list[_Text]:
@@ -192,10 +191,6 @@ def _texts(shard: Shard) -> list[_Text]:
     prompts, kinds = shard.array("prompts").tolist(), shard.array("kinds").tolist()
     temperatures = shard.array("temperatures").tolist()
     return [_Text(shard, *place) for place in zip(firsts, lengths, prompts, kinds, temperatures, strict=True)]
-
-
-def _part(text: _Text, name: str) -> NDArray[Any]:
-    return text.shard.array(name)[text.first : text.first + text.length]
 
 
 def _padded(parts: Sequence[NDArray[Any]], length: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from redraft.train.verifier_model import VerifierModel
 
 RUN = "run.json"
 _PREFIX = "drafter."
-_OWN = frozenset({"draft_vocab_size", "draft_logit_scale", "hidden_states"})
+_OWN = frozenset({"draft_vocab_size", "hidden_states"})
 """Fields in which a drafter may differ from the one that it begins with."""
 
 
@@ -93,7 +93,7 @@ class RunFacts:
 
     def module(self, run: Path, state: Mapping[str, Any]) -> nn.Module:
         """Return the drafter of a checkpoint of the run."""
-        module = find_training(self.method).drafter(self.configuration(run))
+        module = find_training(self.method).loss.module(self.configuration(run))
         module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
         return module
 
@@ -124,7 +124,7 @@ class TrainedDrafter:
         checkpoint = DrafterCheckpoint.open(folder)
         training = find_training(checkpoint.method)
         config = checkpoint.configure(training.config)
-        module = training.drafter(config)
+        module = training.loss.module(config)
         checkpoint.load(module)
         return cls(folder, training, config, module, checkpoint.verifier)
 

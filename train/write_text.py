@@ -22,6 +22,7 @@ from redraft.errors import TrainingError, UsageError
 from redraft.export.graph import decoder
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt, from_plain, to_plain
+from redraft.train.batches import similar_lengths
 from redraft.train.config import read_recipe
 from redraft.train.data import Corpus
 from redraft.train.questions import ChatTurns, questions_of
@@ -169,25 +170,15 @@ def _questions_in_order(
         taken = [fitting[i] for i in rng.permutation(len(fitting))]
         asked += [(kind, taken[i % len(taken)]) for i in range(min(count, _MOST_FREQUENT * len(taken)))]
     temperatures = np.where(rng.random(len(asked)) < recipe.greedy, 0.0, 1.0)
-    order = _sorted_batches([len(tokens) for _, tokens in asked], recipe.rows, rng)
+    lengths = np.array([len(tokens) for _, tokens in asked])
+    order = np.concatenate(similar_lengths(rng.permutation(len(asked)), lengths, recipe.rows, _SORTED, rng))
     tokens = [np.array(asked[i][1], np.uint32) for i in order]
     return {
         "tokens": np.concatenate(tokens),
-        "lengths": np.array(list(map(len, tokens))),
+        "lengths": lengths[order],
         "kinds": np.array([asked[i][0] for i in order]),
         "temperatures": temperatures[order].astype(np.float32),
     }
-
-
-def _sorted_batches(lengths: Sequence[int], rows: int, rng: np.random.Generator) -> list[int]:
-    """Return a random order of texts in which the `rows` texts of a batch have similar lengths."""
-    found: list[int] = []
-    order = rng.permutation(len(lengths)).tolist()
-    for begin in range(0, len(order), _SORTED * rows):
-        some = sorted(order[begin : begin + _SORTED * rows], key=lambda i: lengths[i])
-        parts = [some[i : i + rows] for i in range(0, len(some), rows)]
-        found += [text for part in rng.permutation(len(parts)).tolist() for text in parts[part]]
-    return found
 
 
 def _asked_by_itself(

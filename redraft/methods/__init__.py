@@ -38,7 +38,7 @@ class Row:
 
     static:   True for trees of one form, False for trees by the drafter's own probabilities.
     form:     fields of `FeatureConfig` in export/drafters/feature_drafter.py: fusion, outputs and norms.
-    loss:     defaults of its recipe's table, fields of `LossSettings` in train/objectives/feature_drafter.py.
+    loss:     defaults of its recipe's table, fields of `FeatureTable` in train/objectives/feature_drafter.py.
     states:   which hidden states its training takes from a verifier.
     """
 

@@ -11,14 +11,18 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from redraft.train.drafter_config import SelfText
+from redraft.train.drafter_run import train_drafter
+from redraft.train.objectives import find_training
+from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.progress import ProgressReport
+from redraft.train.publish import publish_drafter
+from redraft.train.verifier_model import VerifierModel, open_verifier
+from tests.conftest import Once
 
 from .small_verifier import ModelConfig, VerifierRecipe, publish, train_verifier
 
 TEXT = "the cat sat on a mat and saw two dogs run over old green hills by the sea while rain fell"
-SELF_TEXT = "[self_text]\nrows = 4\nprompt_tokens = 6\nnew_tokens = 20\nheld_out_rows = 2\n"
-SMALL = "batch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nheld_out_every = 3\n"
-"""A recipe's numbers for rows that fit the tiny verifier."""
 
 
 class Killed(Exception):
@@ -56,9 +60,24 @@ def recipe() -> VerifierRecipe:
 
 
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A text file for code (books in form), word problems, and prose."""
-    folder = tmp_path_factory.mktemp("corpora")
+def trained(once: Once, recipe: VerifierRecipe) -> Path:
+    """A folder with corpora, the run of a verifier, and the published verifier."""
+    return once(_train, recipe)
+
+
+def _train(folder: Path, recipe: VerifierRecipe) -> None:
+    (folder / "corpora").mkdir()
+    _write_corpora(folder / "corpora")
+    train_verifier(_sources(folder), folder / "run", recipe)
+    publish(folder / "run", folder / "verifier")
+
+
+def _sources(trained: Path) -> dict[str, str]:
+    files = {"code": "code.txt", "word_problems": "problems.jsonl", "prose": "prose.txt"}
+    return {kind: str(trained / "corpora" / name) for kind, name in files.items()}
+
+
+def _write_corpora(folder: Path) -> None:
     rng, words = random.Random(0), TEXT.split()
 
     def sentence() -> str:
@@ -79,11 +98,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for i in range(400)
     ]
     (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
-    return {
-        "code": str(folder / "code.txt"),
-        "word_problems": str(folder / "problems.jsonl"),
-        "prose": str(folder / "prose.txt"),
-    }
+
+
+@pytest.fixture(scope="session")
+def sources(trained: Path) -> dict[str, str]:
+    """A text file for code (books in form), word problems, and prose."""
+    return _sources(trained)
 
 
 @pytest.fixture(scope="session")
@@ -92,19 +112,45 @@ def prose(sources: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run(recipe: VerifierRecipe, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run folder."""
-    out = tmp_path_factory.mktemp("run")
-    train_verifier(sources, out, recipe)
-    return out
+def run(trained: Path) -> Path:
+    """A finished run folder of the verifier, for reading only."""
+    return trained / "run"
 
 
 @pytest.fixture(scope="session")
-def verifier_folder(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run, published: what drafters are trained for."""
-    out = tmp_path_factory.mktemp("verifier")
-    publish(run, out)
-    return out
+def verifier_folder(trained: Path) -> Path:
+    """The run, published: what drafters are trained for. For reading only."""
+    return trained / "verifier"
+
+
+@pytest.fixture(scope="session")
+def verifier(verifier_folder: Path) -> VerifierModel:
+    return open_verifier(verifier_folder, "cpu")
+
+
+LYANNA = find_training("lyanna").recipe(
+    steps=8, batch_tokens=128, seq_len=16, decay_seq_len=16, warmup_steps=2, held_out_every=3, evaluate_every=3,
+    drafter=LyannaTable(rank=4, chain=3, init="mtp"),
+    self_text=SelfText(rows=12, prompt_tokens=6, new_tokens=20, held_out_rows=3),
+)  # fmt: skip
+"""The recipe of `lyanna_run`."""
+
+
+@pytest.fixture(scope="session")
+def lyanna_run(once: Once, trained: Path) -> Path:
+    """A folder with a finished `run` of a drafter of two kinds of documents, `published`, and every step's metrics.
+
+    For reading only.
+    """
+    return once(_train_lyanna, trained)
+
+
+def _train_lyanna(folder: Path, trained: Path) -> None:
+    sources, report = _sources(trained), KillAfter()
+    two = {kind: sources[kind] for kind in ("code", "prose")}
+    train_drafter("lyanna", trained / "verifier", two, folder / "run", LYANNA, checkpoint_every=4, report=report)
+    publish_drafter(folder / "run", folder / "published")
+    (folder / "losses.json").write_text(json.dumps(report.losses))
 
 
 def altered(folder: Path, to: Path) -> Path:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from redraft.errors import DataError, TrainingError
-from redraft.train.batches import Batch, BatchPlan, KeptStates, gather_places
+from redraft.train.batches import Batch, BatchPlan, KeptStates
 from redraft.train.config import Recipe
 from redraft.train.states import states_of
 
@@ -18,20 +18,6 @@ LOOKAHEAD = 3
 
 def recipe(rows, length=16):
     return Recipe(batch_tokens=rows * length, seq_len=length, decay_seq_len=length)
-
-
-def test_batch_is_a_function_of_seed_and_step():
-    """A resumed run draws batches without the earlier ones, so a hidden state would change them."""
-    ahead = BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD)
-    for step in range(5):
-        ahead.batch(step, recipe(8))
-    assert torch.equal(
-        ahead.batch(5, recipe(8)).tokens, BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD).batch(5, recipe(8)).tokens
-    )
-    assert not torch.equal(
-        ahead.batch(5, recipe(8)).tokens, BatchPlan(STREAMS, WEIGHTS, 8, LOOKAHEAD).batch(5, recipe(8)).tokens
-    )
-    assert not torch.equal(ahead.batch(5, recipe(8)).tokens, ahead.batch(6, recipe(8)).tokens)
 
 
 def test_rows_are_consecutive_tokens_of_their_kind_in_the_given_shares():
@@ -63,26 +49,6 @@ def test_a_stream_too_short_for_a_row_names_its_kind():
 def test_kinds_must_match_the_weights():
     with pytest.raises(DataError, match="do not match"):
         BatchPlan(STREAMS, {"a": 1.0}, 0, LOOKAHEAD)
-
-
-def test_places_of_a_depth_leave_out_padding_and_ended_drafts():
-    """Row 0 has three starts, row 1 one; its text ends after two positions."""
-    starts, ends = torch.tensor([[0, 1, 2], [0, -1, -1]]), torch.tensor([4, 2])
-    batch = Batch(torch.zeros(2, 4, dtype=torch.long), ("a", "a"), starts, ends)
-    places, real = batch.places(1)
-    assert places.tolist() == [[1, 2, 3], [1, 0, 0]]
-    assert real.tolist() == [[True, True, True], [True, False, False]]
-    places, real = batch.places(2)
-    assert places.tolist() == [[2, 3, 0], [0, 0, 0]]
-    assert real.tolist() == [[True, True, False], [False, False, False]]
-    assert batch.size == 6
-
-
-def test_rows_at_places():
-    rows = torch.arange(24).view(2, 4, 3)
-    places = torch.tensor([[3, 0], [1, 1]])
-    assert gather_places(rows, places).tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
-    assert gather_places(rows[..., 0], places).tolist() == [[9, 0], [15, 15]]
 
 
 FACTS = {"verifier": {"weights": ["a"]}, "documents": "b"}

@@ -14,9 +14,26 @@ from redraft.assembly import models
 from redraft.cli import train
 from redraft.cli.train import app
 from redraft.train import drafter_run
-from tests.train.conftest import SELF_TEXT, SMALL
 
 RUNNER = CliRunner()
+RECIPE = """
+method = "lyanna"
+batch_tokens = 64
+seq_len = 16
+decay_seq_len = 16
+held_out_every = 3
+evaluate_every = 1
+
+[drafter]
+rank = 4
+chain = 2
+
+[self_text]
+rows = 4
+prompt_tokens = 6
+new_tokens = 20
+held_out_rows = 2
+"""
 
 
 def test_the_command_line_needs_no_torch_until_it_trains():
@@ -25,27 +42,30 @@ def test_the_command_line_needs_no_torch_until_it_trains():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_train_publish_and_measure_a_drafter(prose, verifier_folder, tmp_path):
-    """All steps of a drafter's training by the command line, and its refusals."""
-    recipe, run, out, prompts = (tmp_path / name for name in ("small.toml", "run", "out", "p.jsonl"))
-    recipe.write_text(f'method = "lyanna"\n{SMALL}[drafter]\nrank = 4\nchain = 2\n{SELF_TEXT}', encoding="utf-8")
-    command = ["lyanna", "--verifier", str(verifier_folder), "--out", str(run), "--config", str(recipe)]
-    options = ["--data", f"prose={prose['prose']}", "--steps", "3", "--seed", "2", "--json"]
-    result = RUNNER.invoke(app, [*command, *options])
+def called(*arguments):
+    """The output of a command that ends well."""
+    result = RUNNER.invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout) == {"out": str(run), "steps": 3, "steps_run": 3}
+    return result.stdout
 
-    result = RUNNER.invoke(app, ["publish", str(run), "--out", str(out), "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["recipe"]["seed"] == 2
+
+def test_train_publish_and_measure_a_drafter(prose, verifier_folder, tmp_path):
+    """All steps of a drafter's training by the command line; lines show writing, losses and acceptance."""
+    recipe, run, out, prompts = (tmp_path / name for name in ("small.toml", "run", "out", "p.jsonl"))
+    recipe.write_text(RECIPE, encoding="utf-8")
+    command = ["lyanna", "--verifier", verifier_folder, "--out", run, "--config", recipe, "--steps", 2, "--seed", 2]
+    command += ["--data", f"prose={prose['prose']}"]
+    lines = called(*command)
+    assert "writing prose.train.1: 4/4 rows" in lines
+    assert "step 1 accepted prose 0." in lines
+    assert "step 2/2 ce " in lines
+    assert json.loads(called(*command, "--resume", "--json")) == {"out": str(run), "steps": 2, "steps_run": 0}
+    assert json.loads(called("publish", run, "--out", out, "--json"))["recipe"]["seed"] == 2
 
     prompts.write_text(json.dumps({"turns": ["the cat sat on"]}), encoding="utf-8")
-    measure = ["acceptance", str(out), "--verifier", str(verifier_folder), "--prompts", str(prompts)]
-    result = RUNNER.invoke(app, [*measure, "--new-tokens", "16", "--json"])
-    assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["p"]["top"]) == 2
-    result = RUNNER.invoke(app, [*measure, "--new-tokens", "16"])
-    assert "p (1 prompts): " in result.stdout
+    measure = ["acceptance", out, "--verifier", verifier_folder, "--prompts", prompts, "--new-tokens", 16]
+    assert len(json.loads(called(*measure, "--json"))["p"]["top"]) == 2
+    assert "p (1 prompts): " in called(*measure)
 
 
 @pytest.mark.parametrize(("name", "found"), [("smollm2-135m", "cached.gguf"), ("tiny", "assets/tiny"), (".", ".")])
@@ -64,14 +84,3 @@ def test_a_name_that_is_no_verifier_is_refused(tmp_path):
     result = RUNNER.invoke(app, ["lyanna", "--verifier", "nothing", "--out", str(tmp_path / "run")])
     assert str(result.exception).startswith("no model 'nothing'")
     assert not (tmp_path / "run").exists()
-
-
-def test_lines_of_a_drafters_run_show_writing_losses_and_acceptance(verifier_folder, tmp_path):
-    recipe = tmp_path / "small.toml"
-    recipe.write_text(f"steps = 2\nevaluate_every = 1\n{SMALL}{SELF_TEXT}text = 0.0\n", encoding="utf-8")
-    options = ["--verifier", str(verifier_folder), "--out", str(tmp_path / "run"), "--config", str(recipe)]
-    result = RUNNER.invoke(app, ["lyanna", *options])
-    assert result.exit_code == 0, result.output
-    assert "writing self.train.1: 4/4 rows" in result.stdout
-    assert "step 1 accepted self 0." in result.stdout
-    assert "step 2/2 ce " in result.stdout

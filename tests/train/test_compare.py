@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,8 @@ from typer.testing import CliRunner
 from redraft.cli.train import app
 from redraft.errors import TrainingError, UsageError
 from redraft.train import compare, drafter_run
-from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, results_table, train_all
+from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, train_all
+from redraft.train.compare_results import results_table
 from redraft.train.drafter_run import COUNTS, TEXTS
 from redraft.train.objectives.feature_drafter import MEASURED
 from redraft.train.progress import PROGRESS, read_progress
@@ -118,12 +118,11 @@ def test_finished_runs_are_not_repeated(finished, verifier_folder, prose):
     again = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: pytest.fail("it was finished"))
     assert again == results
     assert {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")} == files
-    train_all(chosen(recipe, NAMES[:1], [1]), verifier_folder, prose, out)
-    assert len(json.loads((out / RESULTS).read_text())) == len(results)  # the folder's, not this call's
 
 
 def test_an_interrupted_comparison_continues(finished, verifier_folder, prose, tmp_path, monkeypatch):
-    recipe, out = chosen(finished[0], (), (0,)), tmp_path / "out"
+    recipe, out = chosen(finished[0], (), (0,)), shutil.copytree(finished[1], tmp_path / "out")
+    shutil.rmtree(out / f"{NAMES[1]}.0")
     train, started = drafter_run.train, []
 
     def killed(*given, report, **more):
@@ -131,7 +130,7 @@ def test_an_interrupted_comparison_continues(finished, verifier_folder, prose, t
 
         def until_two(step):
             report(step)
-            if len(started) == 2 and step.step == 2:
+            if len(started) == 1 and step.step == 2:
                 raise KeyboardInterrupt
 
         return train(*given, report=until_two, **more)
@@ -140,7 +139,7 @@ def test_an_interrupted_comparison_continues(finished, verifier_folder, prose, t
     with pytest.raises(KeyboardInterrupt):
         train_all(recipe, verifier_folder, prose, out, checkpoint_every=1)
     results = train_all(recipe, verifier_folder, prose, out, checkpoint_every=1)
-    assert started == [False, False, True]
+    assert started == [False, True]
     expected = [(one.acceptance, one.tokens) for one in finished[2] if one.seed == 0]
     assert [(one.acceptance, one.tokens) for one in results] == expected
 
@@ -197,6 +196,11 @@ def interrupt(*arguments, **options):
         (("aligned = 2", "alined = 2"), "unknown key drafter.alined"),
         (("[runs.first]", '[runs."../first"]'), "cannot be the name of a run's folder"),
         (("seeds = [0, 1]", "steps = -1"), "steps must be 0 or more"),
+        (
+            ("[runs.first]", '[runs.first]\nstart = "second, k = 2"'),
+            "cannot start from .*; name a run that .* before it",
+        ),
+        (("[runs.first]", '[tables.A]\nruns = ["third"]\n[runs.first]'), "the table 'A' names a run .*: 'third'"),
     ],
 )
 def test_damaged_comparisons_are_refused(config, tmp_path, change, message):
@@ -256,12 +260,6 @@ def test_a_chosen_run_brings_the_run_that_it_starts_from(students):
     assert list(chosen(CompareRecipe.load(str(students)), ("steered",), ()).runs) == ["pretrained", "steered"]
 
 
-def test_a_run_cannot_start_from_a_later_or_unknown_one(students):
-    students.write_text(students.read_text().replace('"pretrained"', '"steered"'))
-    with pytest.raises(UsageError, match=r"'steered' cannot start from 'steered'; name a run that .* before it"):
-        CompareRecipe.load(str(students))
-
-
 @pytest.mark.parametrize(
     "name", ["compare", "compare-tiny", "compare-smollm2", "compare-students-tiny", "compare-lyanna-tiny"]
 )
@@ -269,18 +267,14 @@ def test_our_comparisons_are_valid(name):
     assert len(CompareRecipe.load(name).runs) >= 5
 
 
-def test_the_command(verifier_folder, prose, config, tmp_path):
-    options = ["all", "--verifier", str(verifier_folder), "--data", f"prose={prose['prose']}", "--config", config]
-    options += ["--out", str(tmp_path / "out"), "--runs", "first", "--seeds", "3", "--json"]
-    found = CliRunner().invoke(app, options)
+def test_the_command(finished, verifier_folder, prose):
+    """Its runs are finished."""
+    out, results = finished[1:3]
+    options = ["all", "--verifier", str(verifier_folder), "--data", f"prose={prose['prose']}", "--out", str(out)]
+    options += ["--config", str(out.parent / "runs.toml"), "--runs", "first", "--seeds", "1"]
+    found = CliRunner().invoke(app, [*options, "--json"])
     assert found.exit_code == 0, found.output
-    (result,) = json.loads(found.stdout.splitlines()[-1])
-    assert (result["name"], result["seed"]) == ("first", 3)
-    assert set(result["chain_tokens"]) == {"prose"}
-
-
-def test_a_table_names_runs_of_its_comparison(config, tmp_path):
-    path = tmp_path / "tables.toml"
-    path.write_text(Path(config).read_text() + '\n[tables."A table"]\nruns = ["first", "third"]\n')
-    with pytest.raises(UsageError, match=r"the table 'A table' names a run that the comparison does not have: 'third'"):
-        CompareRecipe.load(str(path))
+    expected = [one for one in results if (one.name, one.seed) == ("first", 1)]
+    assert json.loads(found.stdout.splitlines()[-1]) == json.loads(json.dumps([one.to_dict() for one in expected]))
+    assert results_table(expected) in CliRunner().invoke(app, options).stdout
+    assert len(json.loads((out / RESULTS).read_text())) == len(results)  # the folder's, not this call's

@@ -99,12 +99,6 @@ def test_epochs_give_the_steps_that_the_data_takes():
     assert recipe.with_options(None, None, epochs=1).for_epoch(9.8).steps == 10
 
 
-def test_linear_decay_over_the_whole_run_without_warmup():
-    """Lyanna's schedule: from the full rate to zero."""
-    recipe = Recipe(steps=10, warmup_steps=0, decay_share=1.0)
-    assert [recipe.lr_factor(step) for step in range(10)] == pytest.approx([1 - step / 10 for step in range(10)])
-
-
 def test_a_cosine_begins_after_the_warmup():
     """SD²'s schedule. It falls to half at the middle of the decay."""
     recipe = Recipe(steps=110, warmup_steps=10, decay_share=1.0, decay="cosine")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from redraft.errors import UsageError
 from redraft.train.draft_columns import DraftColumns, coverage
@@ -18,17 +17,6 @@ def test_the_most_frequent_tokens_come_in_the_order_of_ids():
     assert DraftColumns.most_frequent(COUNTS, 5).tokens.tolist() == [0, 1, 2, 4, 5]
     with pytest.raises(UsageError, match="7 tokens is not possible with 6"):
         DraftColumns.most_frequent(COUNTS, 7)
-
-
-def test_columns_and_tokens_are_inverse_and_other_tokens_have_no_column():
-    some = DraftColumns.most_frequent(COUNTS, 3)
-    assert some.columns_of(torch.tensor([[2, 1], [4, 0]])).tolist() == [[1, -1], [2, 0]]
-    assert some.tokens_of(torch.tensor([[1, 2], [0, 0]])).tolist() == [[2, 4], [0, 0]]
-    assert some.rows_of(torch.arange(6)[:, None]).tolist() == [[0], [2], [4]]
-    whole = DraftColumns.whole(6)
-    assert (len(some), some.is_whole, len(whole), whole.is_whole) == (3, False, 6, True)
-    assert whole.columns_of(torch.tensor([5, 1])).tolist() == [5, 1]
-    assert DraftColumns.of(None, 6).is_whole
 
 
 def test_coverage_is_the_share_of_occurrences():

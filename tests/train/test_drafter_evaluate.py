@@ -7,30 +7,12 @@ import json
 import pytest
 
 from redraft.errors import CheckpointError, DataError
-from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
-from redraft.train.drafter_run import train_drafter
-from redraft.train.objectives import find_training
-from redraft.train.objectives.lyanna import LyannaTable
-from redraft.train.publish import publish_drafter
 from tests.train.conftest import altered
 
-LyannaRecipe = find_training("lyanna").recipe
 
-
-@pytest.fixture(scope="module")
-def published(verifier_folder, tmp_path_factory):
-    """A drafter after one step."""
-    folder = tmp_path_factory.mktemp("drafter")
-    own = SelfText(rows=4, prompt_tokens=3, new_tokens=30, text=0.0, held_out_rows=2)
-    sizes = dict(steps=1, batch_tokens=64, seq_len=16, decay_seq_len=16)
-    recipe = LyannaRecipe(**sizes, drafter=LyannaTable(rank=4, chain=3), self_text=own)
-    train_drafter("lyanna", verifier_folder, {}, folder / "run", recipe)
-    publish_drafter(folder / "run", folder / "published")
-    return folder / "published"
-
-
-def test_acceptance_is_by_category_over_drafts_from_the_prompts_last_token_on(published, verifier_folder, tmp_path):
+def test_acceptance_is_by_category_over_drafts_from_the_prompts_last_token_on(lyanna_run, verifier_folder, tmp_path):
+    published = lyanna_run / "published"
     prompts = tmp_path / "prompts.jsonl"
     a, b, c = ({"turns": [text]} for text in ("the cat sat on", "the dogs run by the", "rain " * 60))
     items = [a | {"category": "a"}, b, c]

@@ -19,25 +19,10 @@ from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_run import COUNTS, TEXTS, train_drafter
 from redraft.train.loop import load_checkpoint, save_checkpoint
 from redraft.train.objectives import COMMANDS, METHODS, find_training
-from redraft.train.objectives.lyanna import LyannaTable
 from redraft.train.progress import PROGRESS, read_progress
 from redraft.train.publish import publish_drafter
 from redraft.train.verifier_model import open_verifier
-from tests.train.conftest import KillAfter, Killed, altered
-
-LyannaRecipe = find_training("lyanna").recipe
-
-RECIPE = LyannaRecipe(
-    steps=8,
-    batch_tokens=128,
-    seq_len=16,
-    decay_seq_len=16,
-    warmup_steps=2,
-    held_out_every=3,
-    evaluate_every=3,
-    drafter=LyannaTable(rank=4, chain=3, init="mtp"),
-    self_text=SelfText(rows=12, prompt_tokens=6, new_tokens=20, held_out_rows=3),
-)
+from tests.train.conftest import LYANNA, KillAfter, Killed, altered
 
 
 @pytest.fixture(scope="module")
@@ -45,48 +30,38 @@ def two(sources):
     return {kind: sources[kind] for kind in ("code", "prose")}
 
 
-def go(folder, sources, out, recipe=RECIPE, report=None, **options):
+def go(folder, sources, out, recipe=LYANNA, report=None, **options):
     return train_drafter("lyanna", folder, sources, out, recipe, checkpoint_every=4, report=report, **options)
 
 
 @pytest.fixture(scope="module")
-def finished(verifier_folder, two, tmp_path_factory):
-    out = tmp_path_factory.mktemp("drafter") / "run"
-    report = KillAfter()
-    assert go(verifier_folder, two, out, report=report) == 8
-    return out, report.losses
-
-
-@pytest.fixture(scope="module")
-def published(finished, tmp_path_factory):
-    out = tmp_path_factory.mktemp("drafter") / "published"
-    publish_drafter(finished[0], out)
-    return out
+def finished(lyanna_run):
+    return lyanna_run / "run"
 
 
 def drafter_state(out):
     return load_checkpoint(out)["objective"]
 
 
-def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, two, finished, tmp_path):
-    out, whole = finished
+def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, two, lyanna_run, tmp_path):
+    whole = json.loads((lyanna_run / "losses.json").read_text())
     with pytest.raises(Killed):
         go(verifier_folder, two, tmp_path, report=KillAfter(step=7))
     assert [line["step"] for line in read_progress(tmp_path / PROGRESS)] == [3, 6]
     report = KillAfter()
     assert go(verifier_folder, two, tmp_path, report=report, resume=True) == 4
     for step in range(5, 9):  # threads add in any order, so the last digit may differ
-        assert report.losses[step] == pytest.approx(whole[step], rel=1e-5)
+        assert report.losses[step] == pytest.approx(whole[str(step)], rel=1e-5)
     assert not report.written  # texts are not written again
-    ours, theirs = drafter_state(tmp_path), drafter_state(out)
+    ours, theirs = drafter_state(tmp_path), drafter_state(lyanna_run / "run")
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
-    lines = [[line["step"] for line in read_progress(run / PROGRESS)] for run in (tmp_path, out)]
+    lines = [[line["step"] for line in read_progress(run / PROGRESS)] for run in (tmp_path, lyanna_run / "run")]
     assert lines[0] == lines[1]  # step 6, run twice, has one line
 
 
 def medusa(**changes):
     fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
-    return find_training("medusa").recipe(**{**{name: getattr(RECIPE, name) for name in fields}, **changes})
+    return find_training("medusa").recipe(**{**{name: getattr(LYANNA, name) for name in fields}, **changes})
 
 
 def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_path):
@@ -109,7 +84,7 @@ def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_
 
 def test_a_run_may_begin_with_published_medusa_heads(verifier_folder, two, tmp_path):
     """Their measured accuracies are no part of their form."""
-    recipe = medusa(steps=1)
+    recipe = medusa(steps=1, self_text=replace(LYANNA.self_text, greedy=0.0, sampled=0.0))
     train_drafter("medusa", verifier_folder, two, tmp_path / "first", recipe)
     publish_drafter(tmp_path / "first", tmp_path / "heads")
     start = tmp_path / "heads"
@@ -139,11 +114,11 @@ def test_an_interrupted_write_leaves_no_text(verifier_folder, two, tmp_path, mon
     assert not list((tmp_path / TEXTS).glob("*.npy"))
 
 
-def test_progress_has_losses_and_held_out_acceptance_of_every_kind(finished):
-    lines = read_progress(finished[0] / PROGRESS)
+def test_progress_has_losses_and_held_out_acceptance_of_every_kind(lyanna_run):
+    lines = read_progress(lyanna_run / "run" / PROGRESS)
     assert [line["step"] for line in lines] == [3, 6, 8]
-    losses = finished[1]
-    assert lines[1]["losses"]["mse"] == pytest.approx(sum(losses[step]["mse"] for step in (4, 5, 6)) / 3)
+    losses = json.loads((lyanna_run / "losses.json").read_text())
+    assert lines[1]["losses"]["mse"] == pytest.approx(sum(losses[step]["mse"] for step in "456") / 3)
     for line in lines:
         assert set(line["acceptance"]) == {"code", "prose"}
         for found in line["acceptance"].values():
@@ -153,7 +128,7 @@ def test_progress_has_losses_and_held_out_acceptance_of_every_kind(finished):
 
 def test_prompts_come_from_their_own_side_of_the_split(finished, verifier_folder, two):
     """A held-out document in training would improve every figure wrongly."""
-    texts = finished[0] / TEXTS
+    texts = finished / TEXTS
     for kind in two:
         sides = {}
         for side in ("train", "held_out"):
@@ -166,34 +141,35 @@ def test_prompts_come_from_their_own_side_of_the_split(finished, verifier_folder
 
 
 def test_token_counts_are_of_every_stream(finished):
-    texts, expected = finished[0] / TEXTS, np.zeros(400, np.int64)
+    texts, expected = finished / TEXTS, np.zeros(400, np.int64)
     for path in texts.glob("*.npy"):
         if "held_out" not in path.name:
             np.add.at(expected, np.load(path).reshape(-1).astype(int), 1)
-    assert np.array_equal(np.load(finished[0] / COUNTS), expected)
+    assert np.array_equal(np.load(finished / COUNTS), expected)
 
 
-def test_published_drafter_loads_as_it_was_trained(finished, published, verifier_folder):
+def test_published_drafter_loads_as_it_was_trained(finished, lyanna_run):
+    published = lyanna_run / "published"
     checkpoint = DrafterCheckpoint.open(published)
     config = checkpoint.configure(LyannaConfig)
     assert (config.rank, config.steps, config.hidden_size, config.vocab_size) == (4, 3, 32, 400)
     drafter = LyannaDrafter(config)
     counts = checkpoint.load(drafter).counts
-    assert torch.equal(counts, torch.from_numpy(np.load(finished[0] / COUNTS)))
-    trained = drafter_state(finished[0])
+    assert torch.equal(counts, torch.from_numpy(np.load(finished / COUNTS)))
+    trained = drafter_state(finished)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, trained[f"drafter.{name}"].bfloat16().float())
     card = (published / "README.md").read_text(encoding="utf-8")
-    measured = read_progress(finished[0] / PROGRESS)[-1]["acceptance"]["code"]
+    measured = read_progress(finished / PROGRESS)[-1]["acceptance"]["code"]
     assert f"{measured['top'][0]:.3f} / {measured['wide'][0]:.3f}" in card
     assert "{" not in card
     training = json.loads((published / "config.json").read_text())["training"]
     assert training["recipe"]["steps"] == 8
-    assert training["spent"]["tokens"] == sum(line["tokens"] for line in read_progress(finished[0] / PROGRESS))
+    assert training["spent"]["tokens"] == sum(line["tokens"] for line in read_progress(finished / PROGRESS))
 
 
 def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_path):
-    run = shutil.copytree(finished[0], tmp_path / "run")
+    run = shutil.copytree(finished, tmp_path / "run")
     lines = read_progress(run / PROGRESS)
     assert all(line["draft_logit_scale"] in DRAFT_LOGIT_SCALES for line in lines)
     lines[-1]["step"] += 1  # measured after the checkpoint
@@ -204,32 +180,29 @@ def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_p
     assert config.draft_logit_scale == DRAFT_LOGIT_SCALES[5]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "name"),
-    [
-        ("adamw", "AdamW (learning rate 3e-05)"),
-        ("scaled_adam", "Adam, its steps divided by the rms of a matrix's inputs"),
-    ],
-)
-def test_a_card_names_its_optimizer(finished, tmp_path, optimizer, name):
-    run = shutil.copytree(finished[0], tmp_path / "run")
-    state = load_checkpoint(run)
-    state["recipe"]["optimizer"] = optimizer
-    save_checkpoint(run, state)
-    publish_drafter(run, tmp_path / "published")
-    assert name in (tmp_path / "published/README.md").read_text()
+def test_a_card_names_its_optimizer(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    state, names = (
+        load_checkpoint(run),
+        {"adamw": "AdamW (learning rate 3e-05)", "scaled_adam": "Adam, its steps divided by the rms"},
+    )
+    for optimizer, name in names.items():
+        state["recipe"]["optimizer"] = optimizer
+        save_checkpoint(run, state)
+        publish_drafter(run, tmp_path / "published")
+        assert name in (tmp_path / "published/README.md").read_text()
 
 
 def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folder, two, finished, tmp_path):
     """With a draft logit scale of 1, its trees would be too wide and slow without a visible reason."""
-    run = shutil.copytree(finished[0], tmp_path / "run")
+    run = shutil.copytree(finished, tmp_path / "run")
     (run / PROGRESS).unlink()
     with pytest.raises(TrainingError, match=r"has no measurement up to step 8; continue .* --resume"):
         publish_drafter(run, tmp_path / "published")
     assert not (tmp_path / "published").exists()
     assert go(verifier_folder, two, run, resume=True) == 0
     publish_drafter(run, tmp_path / "published")
-    (line,), whole = read_progress(run / PROGRESS), read_progress(finished[0] / PROGRESS)[-1]
+    (line,), whole = read_progress(run / PROGRESS), read_progress(finished / PROGRESS)[-1]
     assert (line["step"], line["acceptance"], line["draft_logit_scale"]) == (
         8,
         whole["acceptance"],
@@ -238,18 +211,19 @@ def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folde
 
 
 def test_resuming_something_else_is_refused(verifier_folder, two, sources, finished, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(finished[0], out)
+    out = shutil.copytree(finished, tmp_path / "run")
     with pytest.raises(TrainingError, match=r"matrix_lr was 0\.02, it is 0\.5"):
-        go(verifier_folder, two, out, replace(RECIPE, matrix_lr=0.5), resume=True)
+        go(verifier_folder, two, out, replace(LYANNA, matrix_lr=0.5), resume=True)
     with pytest.raises(TrainingError, match="drafter was"):
-        go(verifier_folder, two, out, replace(RECIPE, drafter=replace(RECIPE.drafter, alpha=0.1)), resume=True)
-    report, spec = KillAfter(), replace(RECIPE.self_text, temperatures=(0.0, 0.5))
+        go(verifier_folder, two, out, replace(LYANNA, drafter=replace(LYANNA.drafter, alpha=0.1)), resume=True)
+    report, spec = KillAfter(), replace(LYANNA.self_text, temperatures=(0.0, 0.5))
     with pytest.raises(TrainingError, match="self_text was"):
-        go(verifier_folder, two, out, replace(RECIPE, self_text=spec), report, resume=True)
+        go(verifier_folder, two, out, replace(LYANNA, self_text=spec), report, resume=True)
     assert not report.written
+    before = {name: (out / name).read_bytes() for name in (COUNTS, "data.json", "run.json")}
     with pytest.raises(TrainingError, match="other data"):
         go(verifier_folder, two | {"prose": sources["code"]}, out, resume=True)
+    assert before == {name: (out / name).read_bytes() for name in before}
     with pytest.raises(TrainingError, match="another verifier"):
         go(altered(verifier_folder, tmp_path / "other"), two, out, resume=True)
     with pytest.raises(UsageError, match="already holds a run"):
@@ -264,7 +238,7 @@ def test_resuming_something_else_is_refused(verifier_folder, two, sources, finis
 def test_corpus_shorter_than_a_row_is_refused_before_any_text_is_written(verifier_folder, two, tmp_path):
     """The first batch would find the error an hour too late."""
     report = KillAfter()
-    material = DocumentText(tmp_path, open_verifier(verifier_folder, "cpu"), RECIPE, two, report.writing)
+    material = DocumentText(tmp_path, open_verifier(verifier_folder, "cpu"), LYANNA, two, report.writing)
     with pytest.raises(DataError, match=r"corpus of code has .* tokens, too few for rows of 16"):
         material.plan(lookahead=10**6)
     assert not report.written
@@ -272,21 +246,21 @@ def test_corpus_shorter_than_a_row_is_refused_before_any_text_is_written(verifie
 
 def test_rows_longer_than_the_verifiers_positions_are_refused(verifier_folder, two, tmp_path):
     with pytest.raises(UsageError, match=r"rows of 67 tokens .* must fit the verifier's 64 positions"):
-        go(verifier_folder, two, tmp_path, replace(RECIPE, seq_len=64, decay_seq_len=64))
+        go(verifier_folder, two, tmp_path, replace(LYANNA, seq_len=64, decay_seq_len=64))
 
 
 def test_kinds_that_do_not_match_are_refused(verifier_folder, two, tmp_path):
     with pytest.raises(UsageError, match="the recipe has weights for"):
-        go(verifier_folder, two, tmp_path, replace(RECIPE, weights={"code": 1.0}))
+        go(verifier_folder, two, tmp_path, replace(LYANNA, weights={"code": 1.0}))
     with pytest.raises(UsageError, match="no --data"):
-        go(verifier_folder, {}, tmp_path, replace(RECIPE, weights={"code": 1.0}))
+        go(verifier_folder, {}, tmp_path, replace(LYANNA, weights={"code": 1.0}))
 
 
 def test_run_without_documents_learns_from_the_verifiers_own_text(verifier_folder, tmp_path):
     own = SelfText(rows=8, prompt_tokens=3, new_tokens=30, temperatures=(0.0, 0.5, 1.0), text=0.0, held_out_rows=2)
     with pytest.raises(UsageError, match="recipe draws documents"):
         go(verifier_folder, {}, tmp_path)
-    epochs = replace(RECIPE, self_text=own, epochs=1, batch_tokens=512)
+    epochs = replace(LYANNA, self_text=own, epochs=1, batch_tokens=512)
     assert go(verifier_folder, {}, tmp_path, epochs) == 2  # 3 * 8 * 33 tokens
     facts = json.loads((tmp_path / "data.json").read_text())
     assert facts["kinds"]["self"] == {"tokens": {"greedy": 8 * 33, "sampled": 2 * 8 * 33}}
@@ -310,12 +284,6 @@ def test_every_method_is_found_and_has_a_recipe_of_its_commands_name():
         find_training("absent")
 
 
-def test_prompts_are_stretches_of_the_stream():
-    stream = np.arange(1000)
-    prompts = prompts_from(stream, 20, 7, 1)
-    assert prompts.shape == (20, 7)
-    assert (np.diff(prompts) == 1).all()
-    assert len(set(prompts[:, 0].tolist())) > 10
-    assert np.array_equal(prompts, prompts_from(stream, 20, 7, 1))
+def test_prompts_need_a_longer_stream():
     with pytest.raises(DataError, match="7 tokens, too few for prompts of 7"):
         prompts_from(np.arange(7), 1, 7, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -48,23 +49,33 @@ def same(first, second):
     )
 
 
-@pytest.mark.parametrize("stop_after", [6, 9, 10])
-def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(recipe, tmp_path, stop_after):
-    """The process is killed before the growth (6 resumes from 4) and inside the decay (9, 10 from 8)."""
+@pytest.fixture(scope="module")
+def begun(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("begun")
+    go(recipe, out, stop_after=5)
+    return out
+
+
+@pytest.fixture
+def killed(begun, tmp_path):
+    """A run that was killed after step 5, with the checkpoint of step 4, before the growth."""
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(recipe, killed, tmp_path):
+    """The process is killed before the growth, and again in the decay, after the checkpoint of step 8."""
     whole, losses = go(recipe, tmp_path / "whole")
-    go(recipe, tmp_path / "killed", stop_after=stop_after)
-    resumed, later = go(recipe, tmp_path / "killed", resume=True)
-    assert later == losses[-len(later) :]
-    assert len(later) == 12 - 4 * (stop_after // 4)
+    assert go(recipe, killed, resume=True, stop_after=10)[1] == losses[4:10]
+    resumed, later = go(recipe, killed, resume=True)
+    assert later == losses[8:]
     assert same(whole, resumed)
 
 
 def test_loss_falls_and_growth_does_not_undo_it(recipe, tmp_path):
-    longer = replace(recipe, steps=60, grow_step=30)
-    _, losses = go(longer, tmp_path / "run")
+    _, losses = go(replace(recipe, steps=30, grow_step=15), tmp_path / "run")
     means = [sum(step[k] for k in recipe.weights) / 3 for step in losses]
     assert means[-1] < means[0] - 0.5
-    assert abs(means[30] - means[29]) < 0.3
+    assert abs(means[15] - means[14]) < 0.3
 
 
 class _Poisoned(torch.autograd.Function):
@@ -83,9 +94,8 @@ class _Poisoned(torch.autograd.Function):
     ("poison", "message"),
     [(lambda loss: loss * float("nan"), "the loss is nan"), (_Poisoned.apply, "the gradient's norm is nan")],
 )
-def test_what_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp_path, poison, message):
-    go(recipe, tmp_path, stop_after=5)
-    before = (tmp_path / CHECKPOINT).read_bytes()
+def test_what_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, killed, poison, message):
+    before = (killed / CHECKPOINT).read_bytes()
     torch.manual_seed(0)
     objective = VerifierObjective(recipe)
     honest, calls = objective.loss, []
@@ -97,8 +107,8 @@ def test_what_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp_path
 
     objective.loss = loss
     with pytest.raises(TrainingError, match=f"{message} at step 6; the last good checkpoint is in .*; resume"):
-        train(objective, plan_for(recipe), recipe, tmp_path, identity="x", resume=True, checkpoint_every=100)
-    assert (tmp_path / CHECKPOINT).read_bytes() == before
+        train(objective, plan_for(recipe), recipe, killed, identity="x", resume=True, checkpoint_every=100)
+    assert (killed / CHECKPOINT).read_bytes() == before
 
 
 def test_without_a_checkpoint_the_hint_is_to_start_again(recipe, tmp_path):
@@ -117,30 +127,25 @@ def test_a_loss_without_a_gradient_changes_nothing(recipe, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in objective.state_dict().items())
 
 
-def test_checkpoint_of_other_data_or_another_recipe_is_refused(recipe, tmp_path):
-    go(recipe, tmp_path, stop_after=5)
-    torch.manual_seed(0)
+def test_checkpoint_of_other_data_or_another_recipe_is_refused(recipe, begun):
     with pytest.raises(TrainingError, match="other data"):
-        train(VerifierObjective(recipe), plan_for(recipe), recipe, tmp_path, identity="y", resume=True)
+        train(VerifierObjective(recipe), plan_for(recipe), recipe, begun, identity="y", resume=True)
     with pytest.raises(TrainingError, match=r"matrix_lr was 0\.02, it is 0\.5"):
-        go(replace(recipe, matrix_lr=0.5), tmp_path, resume=True)
+        go(replace(recipe, matrix_lr=0.5), begun, resume=True)
 
 
-def test_length_can_change_until_the_decay_begins(recipe, tmp_path):
+def test_length_can_change_until_the_decay_begins(recipe, killed):
     """A late token budget is valid, but a change after the decay began would change the schedule."""
-    go(recipe, tmp_path, stop_after=5)
-    go(replace(recipe, steps=16), tmp_path, resume=True, stop_after=13)
-    assert load_checkpoint(tmp_path)["step"] == 12
-    go(replace(recipe, steps=16), tmp_path, resume=True, stop_after=14, every=1)
+    go(replace(recipe, steps=16), killed, resume=True, stop_after=14, every=1)
+    assert load_checkpoint(killed)["step"] == 13
     with pytest.raises(TrainingError, match="step 13, too late"):
-        go(replace(recipe, steps=40), tmp_path, resume=True)
+        go(replace(recipe, steps=40), killed, resume=True)
     with pytest.raises(TrainingError, match="too late"):
-        go(replace(recipe, steps=16, grow_step=8), tmp_path, resume=True)
+        go(replace(recipe, steps=16, grow_step=8), killed, resume=True)
 
 
-def test_interrupted_write_leaves_the_last_checkpoint(recipe, tmp_path, monkeypatch):
+def test_interrupted_write_leaves_the_last_checkpoint(recipe, killed, monkeypatch):
     """A checkpoint written in place would be lost with the process that wrote it."""
-    go(recipe, tmp_path, stop_after=5)
     honest = torch.save
 
     def torn(state, file):
@@ -148,14 +153,14 @@ def test_interrupted_write_leaves_the_last_checkpoint(recipe, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", torn)
-    go(recipe, tmp_path, resume=True, stop_after=99)
-    assert load_checkpoint(tmp_path)["step"] == 4
+    go(recipe, killed, resume=True, stop_after=99)
+    assert load_checkpoint(killed)["step"] == 4
 
 
-def test_steps_are_not_lost_if_reporting_the_last_one_fails(recipe, tmp_path):
+def test_steps_are_not_lost_if_reporting_the_last_one_fails(recipe, killed):
     """A report may measure, which may fail after hours of training."""
-    go(recipe, tmp_path, stop_after=recipe.steps)
-    assert load_checkpoint(tmp_path)["step"] == recipe.steps
+    go(recipe, killed, resume=True, stop_after=recipe.steps)
+    assert load_checkpoint(killed)["step"] == recipe.steps
 
 
 @pytest.mark.parametrize("content", [None, b"damaged"])

@@ -257,18 +257,6 @@ def test_texts_of_another_verifier_are_refused(asked, verifier_folder, tmp_path)
         train_drafter("lyanna", other, {}, tmp_path / "run", drafter_recipe(), texts=asked)
 
 
-def test_resuming_with_other_texts_is_refused(asked, chat_folder, tmp_path):
-    run, other = tmp_path / "run", tmp_path / "other"
-    train_drafter("lyanna", chat_folder, {}, run, drafter_recipe(), texts=asked, checkpoint_every=2)
-    shutil.copytree(asked, other)
-    shutil.rmtree(other / "shards" / "0002")
-    (other / "text.json").write_text((other / "text.json").read_text().replace('"texts": 24', '"texts": 16'))
-    before = {name: (run / name).read_bytes() for name in ("token_counts.npy", "data.json", "run.json")}
-    with pytest.raises(TrainingError, match="trained on other data"):
-        train_drafter("lyanna", chat_folder, {}, run, drafter_recipe(), texts=other, resume=True)
-    assert before == {name: (run / name).read_bytes() for name in before}
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from redraft.errors import UnsupportedModelError, UsageError
+from redraft.errors import UnsupportedModelError
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
 from redraft.export.graph.decoder import check_hidden_states
 from redraft.methods import Method, Row
 from redraft.train.batches import Batch
-from redraft.train.drafter_config import DrafterTable, Init
-from redraft.train.objectives.decoder_drafter import DEPTHS, DraftModelObjective, LossWeights, Offsets
+from redraft.train.objectives.decoder_drafter import DraftModelObjective, SteeringTable, StudentTable
 from redraft.train.training import Start, Training
 from redraft.train.verifier_model import VerifierModel
 
 _LAST = 3
 """Layers from the verifier's end in a student, by default; the first layer is before them."""
-
-
-@dataclass(frozen=True)
-class StudentTable(LossWeights, DrafterTable):
-    """Shape and loss.
-
-    layers: the verifier's layers to begin with, ascending; none means the first and the last three.
-    init:   `layers` copies these layers and the final norm.
-    """
-
-    layers: tuple[int, ...] = ()
-    init: Init = "layers"
-
-    def __post_init__(self) -> None:
-        losses = (self.kl, self.hard, self.greedy, self.features)
-        if min(*losses, self.prompt) < 0 or max(losses) == 0:
-            raise UsageError(
-                "drafter.kl, hard, greedy, features and prompt must be positive or zero, and one of the first four "
-                "positive"
-            )
-
-
-@dataclass(frozen=True)
-class SteeringTable(Offsets, StudentTable):
-    """The table of a student with steering.
-
-    hidden_states: the verifier's that steer it, the highest layer first; none means the paper's, 3, L/2 and L - 2.
-    """
-
-    hidden_states: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        StudentTable.__post_init__(self)
-        Offsets.__post_init__(self)
 
 
 def default_layers(count: int) -> tuple[int, ...]:
@@ -69,14 +33,6 @@ def high_middle_low(count: int) -> tuple[str, ...]:
     """
     wanted = (count - 2, count // 2, 3)
     return tuple(dict.fromkeys(str(min(max(layer, 1), count) - 1) for layer in sorted(wanted, reverse=True)))
-
-
-def _states(table: StudentTable, verifier: VerifierModel) -> tuple[str, ...]:
-    """Return the hidden states that steer a student of this table; none without steering."""
-    if not isinstance(table, SteeringTable):
-        return ()
-    check_hidden_states(table.hidden_states, verifier.layers)
-    return table.hidden_states or high_middle_low(verifier.layers)
 
 
 def start_from_layers(student: DraftModel, verifier: VerifierModel, _: Iterable[Batch]) -> None:
@@ -113,7 +69,7 @@ def with_embedding_and_head(student: DraftModel, verifier: VerifierModel) -> Pre
 class StudentTraining(Training):
     """The training of the family. A method with hidden states has steering."""
 
-    config, drafter, loss = DraftModelConfig, DraftModel, DraftModelObjective
+    config, loss = DraftModelConfig, DraftModelObjective
     starts: ClassVar[Mapping[str, Start]] = {"layers": start_from_layers}
 
     def __init__(self, method: Method[Any], row: Row) -> None:
@@ -127,16 +83,15 @@ class StudentTraining(Training):
         Raises UnsupportedModelError naming a layer that takes no steering.
         """
         layers = table.layers or default_layers(verifier.layers)
-        states = _states(table, verifier)
+        states: tuple[str, ...] = ()
+        if isinstance(table, SteeringTable):
+            check_hidden_states(table.hidden_states, verifier.layers)
+            states = table.hidden_states or high_middle_low(verifier.layers)
         config = configuration_of(verifier.config, verifier.vocab_size, layers, table.draft_vocabulary, states)
         if states:
             with torch.device("meta"):
                 DraftModel(config)
         return config
-
-    def lookahead(self, config: DraftModelConfig, table: StudentTable) -> int:
-        """Return the depths at which acceptance is measured."""
-        return DEPTHS
 
 
 TRAINING = StudentTraining

@@ -22,11 +22,10 @@ from redraft.errors import UsageError
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
 from redraft.methods.decoder import MOST_STEPS
 from redraft.train.batches import Batch, gather_places
-from redraft.train.draft_columns import DraftColumns
+from redraft.train.distillation import Distillation
+from redraft.train.drafter_config import DrafterTable, Init
 from redraft.train.linear_loss import linear_cross_entropy
-from redraft.train.objectives.distillation import Distillation
 from redraft.train.states import States
-from redraft.train.training import hidden_states_of
 from redraft.train.verifier_model import autocast_of
 
 DEPTHS = 6
@@ -37,11 +36,14 @@ _LEAST = 1e-9
 
 
 @dataclass(frozen=True)
-class LossWeights:
-    """Weights of a position's losses.
+class StudentTable(DrafterTable):
+    """Loss and shape.
 
-    kl: of the verifier's distribution.   hard: of the text's own next token.   greedy: of the verifier's likeliest
-    token alone.   features: of the squared distance to its hidden state.   Positions of a prompt count `prompt` times.
+    kl: weight of the verifier's distribution.   hard: of the text's own next token.   greedy: of the verifier's
+    likeliest token alone.   features: of the squared distance to its hidden state.
+    prompt: positions of a prompt count so many times.
+    layers: the verifier's layers to begin with, ascending; none means the first and the last three.
+    init:   `layers` copies these layers and the final norm.
     """
 
     kl: float = 1.0
@@ -49,6 +51,16 @@ class LossWeights:
     greedy: float = 0.0
     features: float = 0.0
     prompt: float = 1.0
+    layers: tuple[int, ...] = ()
+    init: Init = "layers"
+
+    def __post_init__(self) -> None:
+        losses = (self.kl, self.hard, self.greedy, self.features)
+        if min(*losses, self.prompt) < 0 or max(losses) == 0:
+            raise UsageError(
+                "drafter.kl, hard, greedy, features and prompt must be positive or zero, and one of the first four "
+                "positive"
+            )
 
     @property
     def read_verifier(self) -> bool:
@@ -57,20 +69,23 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class Offsets:
-    """Offsets δ of a text's rows in training.
+class SteeringTable(StudentTable):
+    """The table of a student with steering: also the offsets δ of a text's rows in training.
 
-    draft_length: k, the largest.
+    draft_length: k, the largest offset.
     offsets: `text` draws one δ for a text, `row` one for every row. In `block`, δ grows by one from row to row and
              begins again at 1 after k, from a phase that is drawn for a text (the paper's ablation, blocked offsets).
     frozen:  True to train steering alone (the paper's ablation).
+    hidden_states: the verifier's that steer it, the highest layer first; none means the paper's, 3, L/2 and L - 2.
     """
 
     draft_length: int = 8
     offsets: Literal["text", "row", "block"] = "text"
     frozen: bool = False
+    hidden_states: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.draft_length <= MOST_STEPS:
             raise UsageError(f"drafter.draft_length must be a number from 1 to {MOST_STEPS}, not {self.draft_length}")
 
@@ -84,25 +99,23 @@ class Offsets:
 
 
 class DraftModelObjective(Distillation):
-    """The loss of a draft model with its frozen verifier."""
+    """The loss of a draft model."""
 
+    module = DraftModel
     drafter: DraftModel
-    lookahead = DEPTHS
+    table: StudentTable
 
-    def __init__(
-        self, verifier: Any, config: DraftModelConfig, weights: LossWeights = LossWeights(),
-        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
-    ) -> None:  # fmt: skip
-        """vocabulary: of the draft model's logits; all tokens by default. Raises ValueError if its size is another.
-
-        weights: for a model with steering, with `Offsets`.
-        """
-        super().__init__(DraftModel(config), config, verifier, vocabulary)
-        self.hidden_states = hidden_states_of(config)
-        self._weights, self._offsets = weights, weights if isinstance(weights, Offsets) else Offsets()
-        if self._offsets.frozen:
+    def __init__(self, verifier: Any, config: DraftModelConfig, table: StudentTable, *arguments: Any) -> None:
+        """The arguments are those of `Distillation`.   table: a `SteeringTable` for a model with steering."""
+        super().__init__(verifier, config, table, *arguments)
+        if isinstance(table, SteeringTable) and table.frozen:
             self.drafter.body.requires_grad_(False)
-        self._hidden = torch.compile(self._states_of, dynamic=True) if compile_graph else self._states_of
+        self._hidden = torch.compile(self._states_of, dynamic=True) if self._compiled else self._states_of
+
+    @staticmethod
+    def lookahead_of(config: DraftModelConfig, table: StudentTable) -> int:
+        """Return the depths at which acceptance is measured."""
+        return DEPTHS
 
     def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield the logits of every depth, [B, S, H] each. With steering, all rows of depth d have δ = d."""
@@ -120,31 +133,30 @@ class DraftModelObjective(Distillation):
         kl:  divergence from the verifier's distribution over its kept tokens in the draft vocabulary.
         hit: share of positions whose likeliest token is the verifier's.
         """
-        batch = batch.to(self.verifier.device)
-        weights = self._weights
+        batch, table = batch.to(self.verifier.device), self.table
         with autocast_of(self.verifier):
-            states = self.states(batch) if weights.read_verifier or self.drafter.steering is not None else None
+            states = self.states(batch) if table.read_verifier or self.drafter.steering is not None else None
             counted = self._counted(batch)
             rows = counted > 0
-            hidden = self._hidden(batch.tokens, self._features(batch, states, self._drawn_offsets(batch)))[rows]
+            hidden = self._hidden(batch.tokens, self._features(batch, states, self._drawn_offsets(batch.tokens)))[rows]
             share = counted[rows] / counted.sum()
-            truth = self._following(batch)[rows][:, None]
-            columns, targets = truth.clamp(min=0), weights.hard * (truth >= 0)
+            places = torch.arange(batch.tokens.shape[1], device=rows.device).expand_as(rows)
+            truth = self.truth(batch, places, rows)[:, None]
+            columns, weights = truth.clamp(min=0), table.hard * (truth >= 0)
             if states is not None:
-                likeliest, probabilities, log_probs = self._likeliest(states, rows)
-                soft = weights.kl * probabilities
-                soft[:, 0] += weights.greedy * (probabilities[:, 0] > 0)
-                columns, targets = torch.cat([likeliest, columns], 1), torch.cat([soft, targets], 1)
-            found = linear_cross_entropy(self.scaled(hidden), self.head, None, None, columns, targets * share[:, None])
+                likeliest = self.targets(batch, states, places, rows, table.kl, 0.0, table.greedy)
+                columns = torch.cat([likeliest.columns, columns], 1)
+                weights = torch.cat([likeliest.weights, weights], 1)
+            found = linear_cross_entropy(self.scaled(hidden), self.head, None, None, columns, weights * share[:, None])
             loss, log_q = found.loss, found.chosen - found.log_sum[:, None]
             metrics = {"ce": -(log_q[:, -1] * (truth[:, 0] >= 0)) @ share}
             if states is not None:
                 error = ((hidden.float() - states.last[rows].float()).square().mean(-1) * share).sum()
-                kept = probabilities.sum(-1, keepdim=True).clamp(min=_LEAST)
-                kl = (probabilities / kept * (log_probs - kept.log() - log_q[:, :-1])).sum(-1)
-                hit = (found.largest == found.chosen[:, 0]) & (probabilities[:, 0] > 0)
-                loss = loss + weights.features * error
-                metrics |= {"kl": kl @ share, "mse": error.detach(), "hit": hit.float() @ share}
+                loss = loss + table.features * error
+                p = likeliest.shares / likeliest.shares.sum(-1, keepdim=True).clamp(min=_LEAST)
+                kl = (torch.xlogy(p, p) - p * log_q[:, :-1]).sum(-1)
+                hits = likeliest.hits(found).float()
+                metrics |= {"kl": kl @ share, "mse": error.detach(), "hit": hits @ share}
         return loss, {name: value.item() for name, value in metrics.items()}
 
     def _states_of(self, tokens: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
@@ -158,9 +170,9 @@ class DraftModelObjective(Distillation):
             hidden = self.drafter(embedded, steering(features, positions))
         return hidden
 
-    def _drawn_offsets(self, batch: Batch) -> torch.Tensor | None:
+    def _drawn_offsets(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Return an offset of every row; None for a model without steering."""
-        return None if self.drafter.steering is None else self._offsets.draw(batch.tokens)
+        return self.table.draw(tokens) if isinstance(self.table, SteeringTable) else None
 
     def _features(self, batch: Batch, states: States | None, offsets: torch.Tensor | None) -> torch.Tensor | None:
         """Return the hidden states that steer every row, [B, L, states * n]; None for a model without steering.
@@ -177,22 +189,8 @@ class DraftModelObjective(Distillation):
     def _counted(self, batch: Batch) -> torch.Tensor:
         """Return the weight of every position, float [B, L]: 0 after the text's end."""
         places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        weights = torch.where(places < batch.starts[:, :1], self._weights.prompt, 1.0)
+        weights = torch.where(places < batch.starts[:, :1], self.table.prompt, 1.0)
         return weights * (places < batch.ends[:, None])
-
-    def _following(self, batch: Batch) -> torch.Tensor:
-        """Return the column of the token after every position, int64 [B, L]; -1 if it has none, or is not known."""
-        columns = self.vocabulary.columns_of(batch.tokens[:, 1:])
-        return torch.nn.functional.pad(columns, (0, 1), value=-1)
-
-    def _likeliest(self, states: States, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return columns of the verifier's likeliest tokens, their probabilities and logarithms of these: [M, K].
-
-        rows: bool [B, L], the M positions. Tokens outside the draft vocabulary have column 0 and probability 0.
-        """
-        columns = self.vocabulary.columns_of(states.top_ids[rows])
-        log_probs = states.top_logits[rows] - states.log_sum[rows][:, None]
-        return columns.clamp(min=0), log_probs.exp() * (columns >= 0), log_probs
 
 
 def steering_places(batch: Batch, offsets: torch.Tensor) -> torch.Tensor:

@@ -13,22 +13,21 @@ All positions of a text start a draft, so the features of pass i are those that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from redraft.errors import UsageError
-from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Predicted
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs, Predicted
 from redraft.train.batches import Batch, gather_places
-from redraft.train.draft_columns import DraftColumns
+from redraft.train.distillation import ChainAttention, DepthDistillation, Targets
+from redraft.train.drafter_config import LayerTable
 from redraft.train.linear_loss import Alignment, LinearLoss, linear_cross_entropy
-from redraft.train.objectives.distillation import ChainAttention, Distillation, Targets
-from redraft.train.states import States
-from redraft.train.training import hidden_states_of
-from redraft.train.verifier_model import autocast_of
+from redraft.train.states import TOP_LOGITS, States
 
 MEASURED = 5
 """Least depth at which acceptance is measured."""
@@ -37,8 +36,8 @@ _DISTANCES = {"smooth_l1": F.smooth_l1_loss, "l1": F.l1_loss}
 
 
 @dataclass(frozen=True)
-class LossSettings:
-    """A text's loss.
+class FeatureTable(LayerTable):
+    """Loss and shape. Fields of the shape are FeatureConfig's; an empty fusion or outputs is the method's own.
 
     passes:   N.   step_weight: a pass weighs this times the pass before.   detach: True if no gradient goes from a pass
               to the one before.
@@ -49,6 +48,8 @@ class LossSettings:
     aligned:  k of GRIFFIN's masks; 0 counts all tokens.   own_mask: True if a pass drops tokens by its own mask too
               (equation 3), False if only by those of the passes before, as its authors' program does.
     noise:    features get a uniform number from -noise to noise each.
+    init:     `features` begins with the products of the verifier's last layer, outputs that add nothing to their
+              inputs, and a projection fitted to the next feature.
     """
 
     passes: int = 1
@@ -64,50 +65,60 @@ class LossSettings:
     aligned: int = 0
     own_mask: bool = True
     noise: float = 0.0
+    fusion_size: int = 0
+    fusion: Literal["", Fusion] = ""
+    outputs: Literal["", Outputs] = ""
+    guides: tuple[Guide, ...] = ("fused", "token")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.passes <= 16:
+            raise UsageError(f"drafter.passes must be a number from 1 to 16, not {self.passes}")
+        weights = (self.features, self.soft, self.hard, self.greedy, self.top_weight, self.noise)
+        if not all(0 <= weight < inf for weight in weights) or not 0 < self.step_weight < inf:
+            raise UsageError(
+                "drafter.features, soft, hard, greedy, top_weight and noise must be 0 or more, step_weight above 0"
+            )
+        if min(self.top, self.aligned, self.fusion_size) < 0 or self.top > TOP_LOGITS:
+            raise UsageError(f"drafter.top, aligned and fusion_size must be 0 or more, top at most {TOP_LOGITS}")
+        if not self.soft + self.hard + self.greedy + self.top * self.top_weight > 0:
+            raise UsageError("drafter: no loss of tokens", "set soft, hard, greedy, or top and top_weight")
 
 
-class FeatureObjective(Distillation):
-    """The loss of a drafter with its frozen verifier. A text needs `lookahead` tokens after a draft's start."""
+class FeatureObjective(DepthDistillation):
+    """The loss of drafters that predict features. A depth is a pass."""
 
+    module = FeatureDrafter
     drafter: FeatureDrafter
+    table: FeatureTable
+    means = ("features", "ce")
 
-    def __init__(
-        self, verifier: Any, config: FeatureConfig, settings: LossSettings = LossSettings(),
-        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
-    ) -> None:  # fmt: skip
-        """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another.
-
-        Raises UsageError for a loss of features that the drafter cannot have.
-        """
-        super().__init__(FeatureDrafter(config), config, verifier, vocabulary)
-        if settings.feature_loss != "none" and config.outputs == "normed":
+    def __init__(self, verifier: Any, config: FeatureConfig, table: FeatureTable, *arguments: Any) -> None:
+        """The arguments are those of `Distillation`. Raises UsageError for a loss that the drafter cannot have."""
+        super().__init__(verifier, config, table, *arguments)
+        if table.feature_loss != "none" and config.outputs == "normed":
             raise UsageError(
                 "a drafter that feeds back its feature without the norm cannot learn the verifier's normed feature",
                 "set drafter.feature_loss = 'none'",
             )
-        self._settings = settings
-        self.hidden_states = hidden_states_of(config)
-        self.lookahead = self.lookahead_of(settings.passes)
-        self._losses = torch.compile(self.losses, dynamic=False) if compile_graph else self.losses
+        self.shares = ("hit", "aligned") if table.aligned else ("hit",)
 
     @staticmethod
-    def lookahead_of(passes: int) -> int:
-        """Return the tokens that a text needs after a draft's start."""
-        return max(passes, MEASURED)
+    def lookahead_of(config: FeatureConfig, table: FeatureTable) -> int:
+        """Return the number of passes, and as many as acceptance is measured at."""
+        return max(table.passes, MEASURED)
 
     def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield the logits of every pass of every draft, [B, S, H] each."""
         for predicted in self._passes(batch, states, self.lookahead, noise=0.0):
             yield self.head_logits(predicted.token)
 
-    def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of every pass [N], and its metrics [5, N].
+    def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Return the loss of every pass, and metrics.
 
-        They are the distance of features, the CE with the verifier's distribution in nats, the share of drafts whose
-        likeliest token is the verifier's, the share that counts, of the drafts whose tokens counted before, and the
-        number that the loss is the mean of.
+        They are the distance of `features`, `ce` in nats, `hit`, the share `aligned` that counts, of the drafts whose
+        tokens counted before, and the `number` of tokens that the loss is the mean of.
         """
-        settings = self._settings
+        settings = self.table
         losses, metrics = [], []
         counts = batch.starts >= 0  # of which all tokens counted so far, [B, S]
         for step, predicted in enumerate(self._passes(batch, states, settings.passes, settings.noise)):
@@ -125,24 +136,13 @@ class FeatureObjective(Distillation):
             shares_seen = (ce.sum() / seen, hits.sum() / seen, aligned.sum() / seen)
             metrics.append(torch.stack([distance.sum() / total, *shares_seen, number]).detach())
             counts = counts.masked_scatter(counts, aligned)
-        return torch.stack(losses), torch.stack(metrics, 1)
+        named = ("features", "ce", "hit", "aligned", "number")
+        return torch.stack(losses), dict(zip(named, torch.stack(metrics, 1), strict=True))
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the weighted mean over passes that count a token, without a gradient if none does.
-
-        Metrics are `features`, `ce`, `hit i` and, with masks, `aligned i`.
-        """
-        batch = batch.to(self.verifier.device)
-        with autocast_of(self.verifier):
-            losses, metrics = self._losses(batch, self.states(batch))
-        weights = self._settings.step_weight ** torch.arange(len(losses), device=losses.device) * (metrics[4] > 0)
-        total = (weights * losses).sum() / weights.sum() if weights.any() else losses.detach().sum()
-        distance, ce, hits, aligned, _ = metrics.tolist()
-        named = {"features": sum(distance) / len(distance), "ce": sum(ce) / len(ce)}
-        named |= {f"hit {step}": hit for step, hit in enumerate(hits, 1)}
-        if self._settings.aligned:
-            named |= {f"aligned {step}": share for step, share in enumerate(aligned, 1)}
-        return total, named
+    def total(self, losses: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weighted mean over passes that count a token, without a gradient if none does."""
+        weights = self.table.step_weight ** torch.arange(len(losses), device=losses.device) * (metrics["number"] > 0)
+        return (weights * losses).sum() / weights.sum() if weights.any() else losses.detach().sum()
 
     def _passes(self, batch: Batch, states: States, passes: int, noise: float) -> Iterator[Predicted]:
         """Yield the outputs of every pass of every draft, [B, S, n] each."""
@@ -160,7 +160,7 @@ class FeatureObjective(Distillation):
         yield predicted
         last = batch.tokens.shape[1] - 1
         for step in range(1, passes):
-            feature = predicted.feature.detach() if self._settings.detach else predicted.feature
+            feature = predicted.feature.detach() if self.table.detach else predicted.feature
             tokens = gather_places(batch.tokens, (starts + step + 1).clamp(max=last))
             predicted = self.drafter(feature, embed(tokens), starts + step, attend)
             yield predicted
@@ -169,7 +169,7 @@ class FeatureObjective(Distillation):
         self, batch: Batch, states: States, hidden: torch.Tensor, places: torch.Tensor, counts: torch.Tensor
     ) -> tuple[LinearLoss, Targets]:
         """Return the loss of the M tokens of a pass that may count, and their targets."""
-        settings = self._settings
+        settings = self.table
         targets = self.targets(batch, states, places, counts, settings.soft, settings.hard, settings.greedy)
         targets.weights[:, : settings.top] += settings.top_weight * targets.shares[:, : settings.top]
         alignment = Alignment(targets.truth, settings.aligned, settings.own_mask) if settings.aligned else None
@@ -180,6 +180,6 @@ class FeatureObjective(Distillation):
 
     def _distance(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the distance of each of M features, the mean over its numbers, [M]."""
-        if self._settings.feature_loss == "none":
+        if self.table.feature_loss == "none":
             return found.new_zeros(len(found))
-        return _DISTANCES[self._settings.feature_loss](found.float(), wanted.float(), reduction="none").mean(-1)
+        return _DISTANCES[self.table.feature_loss](found.float(), wanted.float(), reduction="none").mean(-1)

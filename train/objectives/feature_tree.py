@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass
-from math import inf
-from typing import Any, ClassVar, Literal, get_type_hints
+from dataclasses import field, make_dataclass
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import nn
 
 from redraft.errors import UsageError
-from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import renamed, with_sizes
 from redraft.methods import Method, Row
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
-from redraft.train.drafter_config import LayerTable
 from redraft.train.fitted_projections import fit_projections
-from redraft.train.objectives.feature_drafter import FeatureObjective, LossSettings
-from redraft.train.states import TOP_LOGITS
+from redraft.train.objectives.feature_drafter import FeatureObjective, FeatureTable
 from redraft.train.training import Start, Training
 from redraft.train.verifier_model import VerifierModel
-
-
-@dataclass(frozen=True)
-class FeatureTable(LossSettings, LayerTable):
-    """Shape and loss: the fields of both, and of FeatureConfig. An empty fusion or outputs is the method's own.
-
-    init: `features` begins with the products of the verifier's last layer, outputs that add nothing to their inputs,
-          and a projection fitted to the next feature.
-    """
-
-    fusion_size: int = 0
-    fusion: Literal["", Fusion] = ""
-    outputs: Literal["", Outputs] = ""
-    guides: tuple[Guide, ...] = ("fused", "token")
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.passes <= 16:
-            raise UsageError(f"drafter.passes must be a number from 1 to 16, not {self.passes}")
-        weights = (self.features, self.soft, self.hard, self.greedy, self.top_weight, self.noise)
-        if not all(0 <= weight < inf for weight in weights) or not 0 < self.step_weight < inf:
-            raise UsageError(
-                "drafter.features, soft, hard, greedy, top_weight and noise must be 0 or more, step_weight above 0"
-            )
-        if min(self.top, self.aligned, self.fusion_size) < 0 or self.top > TOP_LOGITS:
-            raise UsageError(f"drafter.top, aligned and fusion_size must be 0 or more, top at most {TOP_LOGITS}")
-        if not self.soft + self.hard + self.greedy + self.top * self.top_weight > 0:
-            raise UsageError("drafter: no loss of tokens", "set soft, hard, greedy, or top and top_weight")
 
 
 def low_middle_high(layers: int) -> tuple[str, ...]:
@@ -120,7 +90,7 @@ class FeatureTraining(Training):
     A recipe that several methods share thus leaves each method its own loss.
     """
 
-    config, drafter, loss = FeatureConfig, FeatureDrafter, FeatureObjective
+    config, loss = FeatureConfig, FeatureObjective
     starts: ClassVar[Mapping[str, Start]] = {"features": start_from_features}
     schedule = "features"
 
@@ -138,10 +108,6 @@ class FeatureTraining(Training):
             FeatureConfig, verifier.config, verifier.vocab_size, **table.sizes, fusion_size=table.fusion_size,
             guides=table.guides, hidden_states=states, **{**self.row.form, **chosen},
         )  # fmt: skip
-
-    def lookahead(self, config: FeatureConfig, table: FeatureTable) -> int:
-        """Return the tokens that a text needs after a draft's start."""
-        return FeatureObjective.lookahead_of(table.passes)
 
 
 TRAINING = FeatureTraining

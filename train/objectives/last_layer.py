@@ -11,7 +11,7 @@ from redraft.errors import UsageError
 from redraft.export.drafters.layer import DrafterLayer, renamed
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
-from redraft.train.objectives.distillation import ChainAttention
+from redraft.train.distillation import ChainAttention
 from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,15 @@ from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configur
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt
 from redraft.train.batches import Batch, gather_places
-from redraft.train.draft_columns import DraftColumns
+from redraft.train.distillation import ChainAttention, DepthDistillation
 from redraft.train.drafter_config import LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.linear_loss import linear_cross_entropy
 from redraft.train.mtp import load_mtp
-from redraft.train.objectives.distillation import ChainAttention, Distillation
 from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_last_layer
 from redraft.train.states import States
 from redraft.train.training import Start, Training
-from redraft.train.verifier_model import VerifierModel, autocast_of
+from redraft.train.verifier_model import VerifierModel
 
 
 def chains(
@@ -52,14 +51,30 @@ def chains(
 
 
 @dataclass(frozen=True)
-class LossWeights:
-    """Weights of a step's loss: alpha of MSE, beta of CE with the verifier's distribution, gamma of CE with its
-    likeliest token alone. A step's loss weighs `step_weight` times the loss of the step before."""
+class LyannaTable(LayerTable):
+    """Loss and shape.
+
+    alpha, beta, gamma: weights of a step's MSE, of its CE with the verifier's distribution, and of its CE with the
+    verifier's likeliest token alone.   step_weight: a step's loss weighs this times the loss of the step before.
+    chain: number of steps; LyannaConfig has the other fields.
+    """
 
     alpha: float = 1.0
     beta: float = 1.0
     gamma: float = 0.0
     step_weight: float = 1.0
+    rank: PositiveInt = 64
+    chain: PositiveInt = 4
+    first_token: bool = True
+    token_info: bool = True
+    chain_projection: bool = False
+
+    def __post_init__(self) -> None:
+        losses = (self.alpha, self.beta, self.gamma)
+        if min(losses) < 0 or max(losses) == 0 or self.step_weight <= 0:
+            raise UsageError(
+                "drafter.alpha, beta and gamma must be positive or zero, not all zero, and step_weight positive"
+            )
 
 
 class TokenInfoProduct:
@@ -90,28 +105,26 @@ class TokenInfoProduct:
             return (low * (mean_square + self._eps).rsqrt()).to(self._dtype)
 
 
-class LyannaObjective(Distillation):
-    """The loss of a drafter with its frozen verifier. A text needs `lookahead` tokens after a draft's start."""
+class LyannaObjective(DepthDistillation):
+    """The loss of Lyanna's drafters."""
 
+    module = LyannaDrafter
     drafter: LyannaDrafter
+    table: LyannaTable
+    means = ("mse", "ce")
 
-    def __init__(
-        self, verifier: Any, config: LyannaConfig, weights: LossWeights = LossWeights(),
-        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
-    ) -> None:  # fmt: skip
-        """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another."""
-        super().__init__(LyannaDrafter(config), config, verifier, vocabulary)
-        self._weights = weights
-        self.lookahead = config.steps
-        self._losses = torch.compile(self.losses, dynamic=False) if compile_graph else self.losses
+    @staticmethod
+    def lookahead_of(config: LyannaConfig, table: LyannaTable) -> int:
+        """Return the steps of a chain."""
+        return config.steps
 
-    def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the weighted loss of every step, [N], and metrics by step: [2, N] of MSE and CE [nats], [N] hit rates.
+    def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Return the loss of every step, and metrics: `mse`, `ce` [nats] and `hit`.
 
         CE counts the likeliest 64 tokens of the verifier that are in the draft vocabulary, by their probabilities.
         """
-        weights, info = self._weights, self._token_info()
-        losses, means, hits = [], [], []
+        weights, info = self.table, self._token_info()
+        losses, metrics = [], []
         for step, hidden in enumerate(self._chains(batch, states)):
             places, real = batch.places(step + 1)
             count = real.sum().clamp(min=1)  # short texts may have no token at this depth
@@ -122,14 +135,21 @@ class LyannaObjective(Distillation):
                 info.head, targets.columns, targets.weights / count,
             )  # fmt: skip
             losses.append(weights.alpha * error + found.loss)
-            means.append(torch.stack([error.detach(), targets.cross_entropy(found).sum() / count]))
-            hits.append(targets.hits(found).sum() / count)
-        return torch.stack(losses), torch.stack(means, 1), torch.stack(hits)
+            ce, hits = targets.cross_entropy(found).sum() / count, targets.hits(found).sum() / count
+            metrics.append(torch.stack([error.detach(), ce, hits]))
+        return torch.stack(losses), dict(zip(("mse", "ce", "hit"), torch.stack(metrics, 1), strict=True))
+
+    def total(self, losses: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weighted mean over steps."""
+        weights = self.table.step_weight ** torch.arange(len(losses), device=losses.device)
+        return (weights * losses).sum() / weights.sum()
 
     def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield l' of every step of every chain, [B, S, H] each."""
+        info = self._token_info()
         for step, hidden in enumerate(self._chains(batch, states)):
-            yield self.step_logits(hidden, gather_places(batch.tokens, batch.places(step + 1)[0]))
+            added = F.linear(info.states(gather_places(batch.tokens, batch.places(step + 1)[0])), info.head)
+            yield self.head_logits(hidden) + added.float()
 
     def _chains(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield h_i of every step, [B, S, n] each."""
@@ -137,45 +157,8 @@ class LyannaObjective(Distillation):
         features = states.last.to(embed.weight.dtype)
         return chains(self.drafter, features, batch.tokens, batch.starts.clamp(min=0), embed)
 
-    def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return l'_i: logits of hidden states [B, S, n] plus token information of the tokens [B, S] before them."""
-        return self.head_logits(hidden) + self.added(tokens)
-
-    def added(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that tokens of any shape add to all logits: float32 [..., H]."""
-        info = self._token_info()
-        return F.linear(info.states(tokens), info.head).float()
-
     def _token_info(self) -> TokenInfoProduct:
         return TokenInfoProduct(self.drafter, self.verifier.get_input_embeddings(), self.head.dtype)
-
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the weighted mean over steps, and metrics `mse`, `ce` and `hit 1` … `hit N`."""
-        batch = batch.to(self.verifier.device)
-        with autocast_of(self.verifier):
-            losses, means, hits = self._losses(batch, self.states(batch))
-        weights = self._weights.step_weight ** torch.arange(len(losses), device=losses.device)
-        metrics = {name: values.mean().item() for name, values in zip(("mse", "ce"), means, strict=True)}
-        hit_rates = {f"hit {step}": hit for step, hit in enumerate(hits.tolist(), 1)}
-        return (weights * losses).sum() / weights.sum(), metrics | hit_rates
-
-
-@dataclass(frozen=True)
-class LyannaTable(LossWeights, LayerTable):
-    """Shape and loss. `chain` is the number of steps; LyannaConfig has the other fields."""
-
-    rank: PositiveInt = 64
-    chain: PositiveInt = 4
-    first_token: bool = True
-    token_info: bool = True
-    chain_projection: bool = False
-
-    def __post_init__(self) -> None:
-        losses = (self.alpha, self.beta, self.gamma)
-        if min(losses) < 0 or max(losses) == 0 or self.step_weight <= 0:
-            raise UsageError(
-                "drafter.alpha, beta and gamma must be positive or zero, not all zero, and step_weight positive"
-            )
 
 
 def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
@@ -229,7 +212,7 @@ class LyannaTraining(Training):
     """The training of Lyanna's drafters."""
 
     table = LyannaTable
-    config, drafter, loss = LyannaConfig, LyannaDrafter, LyannaObjective
+    config, loss = LyannaConfig, LyannaObjective
     starts: ClassVar[Mapping[str, Start]] = {"mtp": start_from_mtp, "layer": start_from_layer}
     storage = "bf16"
 
@@ -237,10 +220,6 @@ class LyannaTraining(Training):
         """Return the drafter's configuration. Sizes of 0 in the table become the verifier's."""
         own = {name: getattr(table, name) for name in ("rank", "first_token", "token_info", "chain_projection")}
         return configuration_of(verifier.config, verifier.vocab_size, steps=table.chain, **table.sizes, **own)
-
-    def lookahead(self, config: LyannaConfig, table: LyannaTable) -> int:
-        """Return the steps of a chain."""
-        return config.steps
 
 
 TRAINING = LyannaTraining

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads, configuration_of
 from redraft.train.batches import Batch, gather_places
-from redraft.train.draft_columns import DraftColumns
-from redraft.train.objectives.parallel_heads import HeadsObjective, HeadsTable, HeadsTraining, LossWeights
+from redraft.train.objectives.parallel_heads import HeadsObjective, HeadsTable, HeadsTraining
 from redraft.train.states import States
 from redraft.train.verifier_model import VerifierModel
 
 
 class MedusaObjective(HeadsObjective):
-    """The loss of Medusa's heads with their frozen verifier."""
+    """The loss of Medusa's heads."""
 
+    module = MedusaHeads
     drafter: MedusaHeads
 
-    def __init__(
-        self, verifier: Any, config: MedusaConfig, weights: LossWeights = LossWeights(),
-        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
-    ) -> None:  # fmt: skip
-        """The arguments are those of `HeadsObjective`."""
-        super().__init__(MedusaHeads(config), config, config.heads, verifier, weights, vocabulary, compile_graph)
+    @staticmethod
+    def lookahead_of(config: MedusaConfig, table: HeadsTable) -> int:
+        """Return the number of heads."""
+        return config.heads
 
     def head_states(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
-        """See `HeadsObjective.head_states`."""
+        """Yield the states of every head at all starts, from the last hidden state there."""
         read = gather_places(states.last, batch.starts.clamp(min=0)).to(self.drafter.heads.weight.dtype)
         yield from self.drafter(read).unbind(-2)
 
@@ -45,17 +42,13 @@ class MedusaTraining(HeadsTraining):
     """The training of Medusa's heads."""
 
     table = MedusaTable
-    config, drafter, loss = MedusaConfig, MedusaHeads, MedusaObjective
+    config, loss = MedusaConfig, MedusaObjective
 
     def configuration(self, table: MedusaTable, verifier: VerifierModel) -> MedusaConfig:
         """Return the drafter's configuration. Raises CheckpointError for a number of heads that cannot be."""
         return configuration_of(
             verifier.config, verifier.vocab_size, heads=table.heads, draft_vocab_size=table.draft_vocabulary
         )
-
-    def lookahead(self, config: MedusaConfig, table: HeadsTable) -> int:
-        """Return the number of heads."""
-        return config.heads
 
 
 TRAINING = MedusaTraining

@@ -24,16 +24,12 @@ from redraft.train.mtp import load_mtp
 def publish_module(verifier: Path, out: Path) -> None:
     """Write a drafter's folder. Raises CheckpointError if the verifier has no module."""
     module = load_mtp(verifier)
-    config = configuration_of(AutoConfig.from_pretrained(str(verifier)), vocabulary_of(verifier))
+    shape = AutoConfig.from_pretrained(str(verifier))
+    config = configuration_of(shape, int(shape.vocab_size))
     drafter = MtpDrafter(config)
     drafter.load_state_dict({renamed(name): tensor for name, tensor in module.state_dict().items()})
     counts = torch.ones(config.vocab_size, dtype=torch.long)
     save_drafter(out, METHOD.id, config, Identity.of(Checkpoint.open(verifier)), drafter, counts, {})
-
-
-def vocabulary_of(verifier: Path) -> int:
-    """Return the verifier's number of tokens."""
-    return int(AutoConfig.from_pretrained(str(verifier)).vocab_size)
 
 
 def main() -> None:

@@ -15,43 +15,13 @@ import torch
 from redraft.errors import UsageError
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter, configuration_of
 from redraft.train.batches import Batch, gather_places
-from redraft.train.draft_columns import DraftColumns
+from redraft.train.distillation import ChainAttention
 from redraft.train.drafter_config import Init, LayerTable
-from redraft.train.objectives.distillation import ChainAttention
 from redraft.train.objectives.last_layer import check_last_layer, copy_last_layer
-from redraft.train.objectives.parallel_heads import HeadsObjective, HeadsTable, HeadsTraining, LossWeights
+from redraft.train.objectives.parallel_heads import HeadsObjective, HeadsTable, HeadsTraining
 from redraft.train.states import States
 from redraft.train.training import Start
 from redraft.train.verifier_model import VerifierModel
-
-
-class MultiHeadObjective(HeadsObjective):
-    """The loss of heads on the trunk with their frozen verifier, whose final norm the drafter copies."""
-
-    drafter: MultiHeadDrafter
-
-    def __init__(
-        self, verifier: Any, config: MultiHeadConfig, weights: LossWeights = LossWeights(step_weight=1.0),
-        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
-    ) -> None:  # fmt: skip
-        """The arguments are those of `HeadsObjective`. Raises UsageError if the verifier has another final norm."""
-        drafter = MultiHeadDrafter(config)
-        super().__init__(drafter, config, config.draft_heads, verifier, weights, vocabulary, compile_graph)
-        self.hidden_states = config.hidden_states
-        gains = getattr(getattr(verifier.get_decoder(), "norm", None), "weight", None)
-        if gains is None or gains.shape != drafter.norm.weight.shape:
-            raise UsageError("the verifier has no final norm of Llama's form, which all heads share")
-        drafter.norm.weight.copy_(gains.detach().float())
-
-    def head_states(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
-        """See `HeadsObjective.head_states`."""
-        (name,) = self.hidden_states
-        trunk = states.hidden[name].to(self.drafter.norm.weight.dtype)
-        starts = batch.starts.clamp(min=0)
-        positions = torch.arange(trunk.shape[1], device=trunk.device)
-        for head in range(self.lookahead):
-            attend = ChainAttention(self.drafter.config, starts)
-            yield self.drafter.head(head, trunk, positions, attend, lambda rows: gather_places(rows, starts))
 
 
 @dataclass(frozen=True)
@@ -65,6 +35,43 @@ class MultiHeadTable(HeadsTable, LayerTable):
     draft_heads: int = 3
     step_weight: float = 1.0
     init: Init = "layer"
+
+
+class MultiHeadObjective(HeadsObjective):
+    """The loss of heads on the trunk, whose final norm is a copy of the verifier's."""
+
+    module = MultiHeadDrafter
+    drafter: MultiHeadDrafter
+
+    def __init__(
+        self, verifier: Any, config: MultiHeadConfig, table: HeadsTable = MultiHeadTable(), *arguments: Any
+    ) -> None:
+        """The arguments are those of `Distillation`. Raises UsageError if the verifier has another final norm."""
+        super().__init__(verifier, config, table, *arguments)
+        own, gains = self.drafter.norm.weight, getattr(getattr(verifier.get_decoder(), "norm", None), "weight", None)
+        if gains is None or gains.shape != own.shape:
+            raise UsageError("the verifier has no final norm of Llama's form, which all heads share")
+        own.copy_(gains.detach().float())
+
+    @staticmethod
+    def lookahead_of(config: MultiHeadConfig, table: HeadsTable) -> int:
+        """Return the number of heads."""
+        return config.draft_heads
+
+    @staticmethod
+    def hidden_states_of(config: MultiHeadConfig) -> tuple[str, ...]:
+        """Return the trunk's state."""
+        return config.hidden_states
+
+    def head_states(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
+        """Yield the states of every head at all starts, from the trunk up to there."""
+        (name,) = self.hidden_states
+        trunk = states.hidden[name].to(self.drafter.norm.weight.dtype)
+        starts = batch.starts.clamp(min=0)
+        positions = torch.arange(trunk.shape[1], device=trunk.device)
+        for head in range(self.lookahead):
+            attend = ChainAttention(self.drafter.config, starts)
+            yield self.drafter.head(head, trunk, positions, attend, lambda rows: gather_places(rows, starts))
 
 
 def start_from_layer(drafter: MultiHeadDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
@@ -81,7 +88,7 @@ class MultiHeadTraining(HeadsTraining):
 
     table = MultiHeadTable
     starts: ClassVar[Mapping[str, Start]] = {"layer": start_from_layer}
-    config, drafter, loss = MultiHeadConfig, MultiHeadDrafter, MultiHeadObjective
+    config, loss = MultiHeadConfig, MultiHeadObjective
 
     def configuration(self, table: MultiHeadTable, verifier: VerifierModel) -> MultiHeadConfig:
         """Return the drafter's configuration. Sizes of 0 in the table become the verifier's.
@@ -89,14 +96,6 @@ class MultiHeadTraining(HeadsTraining):
         Raises CheckpointError for a number of heads that cannot be, and for a verifier of one layer.
         """
         return configuration_of(verifier.config, verifier.vocab_size, draft_heads=table.draft_heads, **table.sizes)
-
-    def lookahead(self, config: MultiHeadConfig, table: HeadsTable) -> int:
-        """Return the number of heads."""
-        return config.draft_heads
-
-    def hidden_states(self, config: MultiHeadConfig) -> tuple[str, ...]:
-        """Return the trunk's state."""
-        return config.hidden_states
 
 
 TRAINING = MultiHeadTraining

@@ -22,7 +22,7 @@ from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
 from redraft.export.drafters.writing import Target
 from redraft.methods.chains import draft_inputs, draft_outputs
 from redraft.methods.static_tree import StaticTreeBuild
-from redraft.train.objectives.distillation import ChainAttention
+from redraft.train.distillation import ChainAttention
 from tests.engines.sessions import session_of
 from tests.noise import keys_of
 

@@ -1,20 +1,22 @@
-"""Parts that losses share: the drafter with its frozen verifier and head, and the attention of many drafts at once."""
+"""The base of losses, a drafter with its frozen verifier and head, and the attention of many drafts at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redraft.export.drafters.layer import DrafterConfig, LayerConfig
+from redraft.export.drafters.layer import LayerConfig
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import LinearLoss
 from redraft.train.states import States, run_verifier, states_of
+from redraft.train.verifier_model import autocast_of
 
 
 class Targets(NamedTuple):
@@ -39,26 +41,57 @@ class Targets(NamedTuple):
         return (found.largest == found.chosen[:, 0]) & (self.shares[:, 0] > 0)
 
 
-class Distillation(nn.Module):
-    """A drafter that learns from a frozen verifier, and predicts with the verifier's head.
+class Distillation(nn.Module, ABC):
+    """The loss of a drafter that learns from a frozen verifier, and predicts with the verifier's head.
 
-    hidden_states: those of the verifier that the loss reads.
+    Its parameters and its state are the drafter's; names of the state begin with `drafter.`.
+    module: class of the drafter's module.
+    lookahead: tokens that a text needs after a draft's start.   hidden_states: the verifier's that the loss reads.
     """
 
-    hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
+    module: ClassVar[type[nn.Module]]
 
     def __init__(
-        self, drafter: nn.Module, config: DrafterConfig, verifier: Any, vocabulary: DraftColumns | None = None
-    ) -> None:
-        """vocabulary: of the drafts' logits; all tokens by default. Raises ValueError if its size is another."""
+        self, verifier: Any, config: Any, table: Any, vocabulary: DraftColumns | None = None,
+        compile_graph: bool = False,
+    ) -> None:  # fmt: skip
+        """The drafter's weights are those of torch's generator.
+
+        table: the recipe's, with the settings of the loss.   compile_graph: use torch.compile.
+        vocabulary: of the drafts' logits; all tokens by default. Raises ValueError if its size is another.
+        """
         super().__init__()
-        self.drafter = drafter
+        self.drafter = self.module(config)
+        self.table = table
+        self.lookahead, self.hidden_states = self.lookahead_of(config, table), self.hidden_states_of(config)
+        self._compiled = compile_graph
         self._logit_scale = config.logit_scale
         self._frozen = [verifier.requires_grad_(False).eval()]  # in a list, so that it is not a submodule
         self.vocabulary = vocabulary or DraftColumns.whole(config.vocab_size)
         if len(self.vocabulary) != config.draft_size:
             raise ValueError(f"the draft vocabulary has {len(self.vocabulary)} tokens, expected {config.draft_size}")
         self._head = [self.vocabulary.rows_of(verifier.get_output_embeddings().weight)]
+
+    @staticmethod
+    @abstractmethod
+    def lookahead_of(config: Any, table: Any) -> int:
+        """Return the tokens that a text needs after a draft's start."""
+
+    @staticmethod
+    def hidden_states_of(config: Any) -> tuple[str, ...]:
+        """Return the verifier's hidden states that the loss reads: the last one, and those that the drafter reads."""
+        return tuple(dict.fromkeys((LAST_HIDDEN_STATE, *getattr(config, "hidden_states", ()))))
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return a scalar loss, and metrics to report. The loss has no gradient if no token of the batch counts."""
+
+    @abstractmethod
+    def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
+        """Yield drafts' logits by depth, [B, S, H] each.
+
+        Depth d predicts the token after position `starts + d` (`batch.places(d)`), from the tokens before it.
+        """
 
     @property
     def verifier(self) -> Any:
@@ -98,13 +131,17 @@ class Distillation(nn.Module):
         shares = log_probs.exp() * (columns >= 0)
         weights = soft * shares
         weights[:, 0] += greedy * (columns[:, 0] >= 0)
-        following = (places + 1).clamp(max=batch.tokens.shape[1] - 1)
-        truth = self.vocabulary.columns_of(gather_places(batch.tokens, following)[counts])
+        truth = self.truth(batch, places, counts)
         if hard:
             columns = torch.cat([columns, truth[:, None]], dim=1)
             weights = torch.cat([weights, hard * (truth >= 0)[:, None]], dim=1)
             shares = F.pad(shares, (0, 1))
         return Targets(columns.clamp(min=0), weights, shares, truth)
+
+    def truth(self, batch: Batch, places: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the columns of the text's tokens after `places` [B, S] that count, [M]; -1 if none is known."""
+        following = F.pad(self.vocabulary.columns_of(batch.tokens[:, 1:]), (0, 1), value=-1)
+        return gather_places(following, places)[counts]
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [..., n] in the head's type, times the model's scale of logits."""
@@ -113,6 +150,39 @@ class Distillation(nn.Module):
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., H] in fp32 of hidden states [..., n]."""
         return F.linear(hidden.to(self.head.dtype), self.head).float() * self._logit_scale
+
+
+class DepthDistillation(Distillation):
+    """A loss that is a weighted mean or sum of the losses of drafts' depths.
+
+    means, shares: names of the metrics to report, as the mean over depths, and for each depth.
+    """
+
+    means: tuple[str, ...] = ("ce",)
+    shares: tuple[str, ...] = ("hit",)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """The arguments are those of `Distillation`."""
+        super().__init__(*arguments, **named)
+        self._losses = torch.compile(self.losses, dynamic=False) if self._compiled else self.losses
+
+    @abstractmethod
+    def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Return the loss of every depth, [N], and metrics by name and depth, [N] each."""
+
+    @abstractmethod
+    def total(self, losses: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the loss of `losses`."""
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the loss, and its metrics: means over depths, and shares of drafts by depth, as `hit 1`."""
+        batch = batch.to(self.verifier.device)
+        with autocast_of(self.verifier):
+            losses, metrics = self._losses(batch, self.states(batch))
+        named = {name: metrics[name].mean().item() for name in self.means}
+        for name in self.shares:
+            named |= {f"{name} {depth}": share for depth, share in enumerate(metrics[name].tolist(), 1)}
+        return self.total(losses, metrics), named
 
 
 class ChainAttention:
