@@ -19,6 +19,7 @@ from redraft.assembly.preflight import needs_of
 from redraft.assembly.progress import CHECK, DRAFTERS, WRITE, BuildProgress, Reporter, expected_seconds
 from redraft.assembly.resolve import ResolvedBuild, Target, resolve, resolve_build, tool_versions
 from redraft.assembly.self_check import check_engines
+from redraft.assembly.tokenizer_conversion import vocabulary_file
 from redraft.assembly.verifier import SharedWork, write_measured
 from redraft.config import RANDOM, BuildConfig
 from redraft.engines import Bundle, BundleWriter
@@ -137,7 +138,7 @@ def _write_text(build: ResolvedBuild, folder: Path) -> tokenizers.SpecialTokens:
 def _stands_in(build: ResolvedBuild) -> bool:
     """Return True for a shape without a tokenizer. A GGUF file always has one."""
     folder = not isinstance(build.checkpoint, GgufCheckpoint)
-    return build.config.random_weights and folder and not tokenizers.has_tokenizer(build.checkpoint.path)
+    return build.config.random_weights and folder and vocabulary_file(build.checkpoint.path) is None
 
 
 def _manifest(build: ResolvedBuild, traced: TracedVerifier, special: tokenizers.SpecialTokens) -> Manifest:

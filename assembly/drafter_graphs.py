@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redraft.assembly.drafters import OpenedDrafter
 from redraft.engines.manifest import DrafterRecord, GraphRecord
 from redraft.errors import UnsupportedModelError, UsageError
+from redraft.export.drafters import graph_file
 from redraft.names import COPY_SLOT, batch, drafter_graph, single
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ def write_drafter(
 def _graphs(drafter: OpenedDrafter, shape: Any, folder: Path) -> dict[str, GraphRecord]:
     """Check the exported graphs, and write the one that copies a slot and those for the CPU. Returns all by role."""
     from redraft.engines.lowering import lower_any, lower_batch, lower_chain, lower_single
-    from redraft.export.drafters import graph_file
     from redraft.export.graph.step_graphs import export_slot_copy
 
     method, state = drafter.method, drafter.method.state(shape)

@@ -14,12 +14,12 @@ from redraft.config import NATIVE, RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.drafters import ExportedDrafter, find_exporter
 from redraft.export.gguf.checkpoint import SUFFIX, open_checkpoint
 from redraft.methods import Method, built_methods, find_method, native_method
 
 if TYPE_CHECKING:
     from redraft.export.checkpoint.weight_files import Progress
-    from redraft.export.drafters import ExportedDrafter
     from redraft.export.drafters.checkpoint import Identity
     from redraft.export.drafters.exporter import Exporter
     from redraft.export.drafters.writing import Target
@@ -110,7 +110,6 @@ def open_drafter(
     checkpoint, identity: the verifier's. Raises CheckpointError and UsageError if it does not fit.
     """
     from redraft.export.checkpoint import model_config
-    from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import is_plain_checkpoint
     from redraft.export.drafters.published import check_layout, recognise
 
@@ -155,7 +154,6 @@ def _native_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint) -> Open
 
 def _published_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identity: Identity) -> OpenedDrafter:
     """Return a draft checkpoint that another project published."""
-    from redraft.export.drafters import find_exporter
     from redraft.export.drafters.published import convert, read_states, recognise
 
     published, exporter = recognise(drafter.path), find_exporter(drafter.method.id)
@@ -174,7 +172,6 @@ def _draft_model(drafter: DrafterSettings, checkpoint: AnyCheckpoint, config: Bu
     from redraft.assembly.tokenizers import Tokens, check_same_tokens
     from redraft.export.checkpoint.architecture import Architecture
     from redraft.export.checkpoint.model_config import load_config, verifier_shape
-    from redraft.export.drafters import find_exporter
     from redraft.export.drafters.decoder_drafter import sizes_of
     from redraft.export.drafters.draft_vocabulary import check_counted
 
@@ -193,7 +190,6 @@ def _trained_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identi
     """Return a drafter that `redraft train publish` wrote."""
     from redraft.export.checkpoint import model_config
     from redraft.export.checkpoint.model_config import decoder_shape
-    from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint
     from redraft.export.drafters.published import read_states
 
@@ -208,8 +204,6 @@ def _trained_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identi
 
 def _native(drafter: DrafterSettings) -> Exporter[Any]:
     """Return the exporter of a drafter inside of the verifier's checkpoint. Raises UsageError for another method."""
-    from redraft.export.drafters import find_exporter
-
     if not drafter.method.native:
         raise UsageError(
             f"drafter {drafter.id}: no checkpoint has a drafter of {drafter.method.id} inside",
@@ -220,8 +214,6 @@ def _native(drafter: DrafterSettings) -> Exporter[Any]:
 
 def native_drafter(path: Path) -> str:
     """Return a line about the drafter inside of the checkpoint in `path`; empty if it has none. Imports torch."""
-    from redraft.export.drafters import find_exporter
-
     try:
         return find_exporter(native_method()).find_native(open_checkpoint(path)).description
     except CheckpointError:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from redraft.assembly.package_files import fetch_package_file
 from redraft.assembly.progress import Reporter
 from redraft.errors import CheckpointError, UsageError
+from redraft.export.gguf.checkpoint import SUFFIX
 
 if TYPE_CHECKING:
     from redraft.engines.recipes import Recipe
 
-GGUF = ".gguf"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_SECONDS = 5
 """Time limit for the Hub's first answer."""
@@ -69,7 +69,7 @@ def find_model(
         raise UsageError(f"--model-path needs a recipe, and {model!r} is not one", "give the folder as MODEL itself")
     if Path(model).is_dir():
         return Model(Path(model).resolve().name, model, Path(model))
-    if model.endswith(GGUF):
+    if model.endswith(SUFFIX):
         return Model(_gguf_file(model).stem, model, Path(model))
     if HUB_ID.fullmatch(model):
         return Model(model.rpartition("/")[2], model, _download(model, report))
@@ -84,7 +84,7 @@ def _gguf_file(model: str) -> Path:
     path = Path(model)
     if path.is_file():
         return path
-    found = ", ".join(sorted(other.name for other in path.parent.glob(f"*{GGUF}"))[:3])
+    found = ", ".join(sorted(other.name for other in path.parent.glob(f"*{SUFFIX}"))[:3])
     raise UsageError(f"there is no file {model}", f"its folder has {found}" if found else "check the path")
 
 

@@ -197,9 +197,10 @@ def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 def _checkpoint_of(source: str, report: Reporter) -> str:
     """Return a drafter's source; of a recipe or a Hugging Face id that is no folder here, its checkpoint."""
-    from redraft.assembly.models import GGUF, HUB_ID, find_checkpoint, find_recipe
+    from redraft.assembly.models import HUB_ID, find_checkpoint, find_recipe
+    from redraft.export.gguf.checkpoint import SUFFIX
 
-    if Path(source).is_dir() or not (find_recipe(source) or source.endswith(GGUF) or HUB_ID.fullmatch(source)):
+    if Path(source).is_dir() or not (find_recipe(source) or source.endswith(SUFFIX) or HUB_ID.fullmatch(source)):
         return source
     path = find_checkpoint(source, report)
     return source if path == Path(source) else str(path)
@@ -216,15 +217,14 @@ def named_method(where: str, source: str, drafter: str) -> str:
         raise UsageError(f"{where}: random weights need a method", f"add method=, one of {known}")
     if source == NATIVE:
         return native_method()
-    from redraft.assembly.models import GGUF
+    from redraft.export.checkpoint.safetensors import check_folder
+    from redraft.export.gguf.checkpoint import SUFFIX
 
-    if not Path(source).is_dir() and not source.endswith(GGUF):
+    if not Path(source).is_dir() and not source.endswith(SUFFIX):
         raise UsageError(
             f"{where}: there is no folder {source}",
             "give a drafter's folder; or a smaller model's folder, GGUF file, recipe or Hugging Face id",
         )
-    from redraft.export.checkpoint.safetensors import check_folder
-
     check_folder(Path(source))
     from redraft.export.drafters import published  # after the check, since it imports torch
 

@@ -28,10 +28,6 @@ LINKED: Mapping[Precision, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 LIBRARIES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "gguf")
 LIBRARY_BYTES = 700 << 20
 """Memory of PyTorch, transformers, ONNX and ONNX Runtime, loaded and without a model."""
-TENSOR_COPIES = 1.0
-"""Copies in fp32 of the checkpoint's largest tensor while it is converted."""
-ENGINE_COPIES = 1.0
-"""Copies of the bundle's weights while its perplexity is measured."""
 MB, GIB = 1_000_000, 1 << 30
 
 
@@ -79,9 +75,9 @@ def needs_of(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measured
         disk = sum(ITEM_BYTES[dtype] * math.prod(each.shape) for each in copied)
     if config.for_tensorrt:
         return Needs(disk, 0)
-    measuring = int(ENGINE_COPIES * weights) if measured else 0
-    measuring = max(measuring, 4 * measured * int(checkpoint.config.get("vocab_size") or 0))  # one after the other
-    return Needs(disk, LIBRARY_BYTES + measuring + int(TENSOR_COPIES * 4 * max(numbers)))
+    # Measuring holds the texts' logits, and later the engine's weights; a conversion holds a tensor in fp32.
+    measuring = max(weights, 4 * measured * int(checkpoint.config.get("vocab_size") or 0)) if measured else 0
+    return Needs(disk, LIBRARY_BYTES + measuring + 4 * max(numbers))
 
 
 def check_room(checkpoint: AnyCheckpoint, config: BuildConfig, out: Path, measured: int) -> None:

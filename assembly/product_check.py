@@ -126,7 +126,7 @@ def check_products(bundle: Bundle, traced: TracedVerifier, text: Sequence[int]) 
     compare_forced(
         traced,
         Recorded(tokens, inputs, parts, rows, values[names.LOGITS]),
-        lambda name, expected, value: _check_close(f"the input of {name}", expected, value),
+        lambda name, expected, value: _check(f"the input of {name}", expected, value),
     )
     return len(products), True
 
@@ -249,9 +249,14 @@ def _check_product(
 
     slabs: the checkpoint's rows by parameter.
     """
+    import torch
+
+    from redraft.export.quantization.calibrate import rounded_inputs
+
     factors = stored.factors(product.stem)
     given = _with_sums(values[product.input] * factors, product, stored)
-    choices = (_rounded_inputs(given, product.block), given)  # some processors have no kernel for rounded inputs
+    rounded: Array = rounded_inputs(torch.from_numpy(given), product.block).numpy()
+    choices = (rounded, given)  # some processors have no kernel for rounded inputs
     for parameter, outputs in product.parameters.items():
         begin = outputs.start
         for exact in slabs[parameter]:
@@ -259,11 +264,10 @@ def _check_product(
             begin = rows.stop
             weight = _stored_rows(stored, product, rows)
             own = weight[:, : product.columns] + _offsets(weight, product)
-            _check_weight(parameter, exact / factors, own, product.bits)
+            _check(f"the stored weight of {parameter}", exact / factors, own, ROUNDED[product.bits])
             result = values[product.result][:, rows]
-            apart = min(_relative(choice[:, : weight.shape[1]] @ weight.T, result) for choice in choices)
-            if not apart <= ORDER:
-                raise _different(f"the product of {parameter}", apart)
+            expected = [choice[:, : weight.shape[1]] @ weight.T for choice in choices]
+            _check(f"the product of {parameter}", min(expected, key=lambda one: _relative(one, result)), result)
 
 
 def _with_sums(x: Array, product: _Product, stored: _Stored) -> Array:
@@ -284,24 +288,17 @@ def _offsets(weight: Array, product: _Product) -> Array:
     return np.repeat(weight[:, product.columns : product.columns + own], product.block, 1)
 
 
-def _rounded_inputs(x: Array, block: int) -> Array:
-    blocks = x.reshape(len(x), -1, block)
-    scales = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
-    codes = np.rint(blocks / np.where(scales > 0, scales, 1))
-    rounded: Array = (codes * scales).reshape(x.shape).astype(np.float32)
-    return rounded
-
-
 def _stored_rows(stored: _Stored, product: _Product, rows: slice) -> Array:
     """Return rows of a stored weight in fp32, offsets and padding included."""
+    from redraft.export.checkpoint.stored_grid import SYMMETRIC, Grid
+    from redraft.export.quantization.rounding import values_of
+
     codes = stored.array(f"{product.stem}{names.CODES}", np.uint8, rows)
     scales = stored.array(f"{product.stem}{names.SCALES}", np.float32, rows)
-    zeros: Any = np.uint8(1 << product.bits - 1)
+    zeros = np.full(scales.shape, SYMMETRIC[product.bits], np.uint8)
     if (name := f"{product.stem}{names.ZEROS}") in stored.refs:
-        zeros = _unpacked(stored.array(name, np.uint8, rows), product.bits)[:, : scales.shape[1], None]
-    values = _unpacked(codes, product.bits).astype(np.float32) - zeros
-    scaled: Array = (values * scales[..., None]).reshape(len(codes), -1)
-    return scaled
+        zeros = _unpacked(stored.array(name, np.uint8, rows), product.bits)[:, : scales.shape[1]]
+    return values_of(_unpacked(codes, product.bits), Grid(scales, zeros))
 
 
 def _unpacked(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
@@ -319,30 +316,21 @@ def _check_lookup(stored: _Stored, lookup: _Lookup, source: AnySource, indices: 
         exact[here] = slab[numbers[here] - begin]
         begin += len(slab)
     factors = stored.factors(lookup.table)
-    _check_weight(lookup.table, exact / factors, found / factors, 8)
+    _check(f"the stored weight of {lookup.table}", exact / factors, found / factors, ROUNDED[8])
 
 
-def _check_weight(parameter: str, exact: Array, own: Array, bits: int) -> None:
-    apart = _relative(exact, own)
-    if not apart <= ROUNDED[bits]:
-        raise _different(f"the stored weight of {parameter}", apart)
-
-
-def _check_close(what: str, expected: Array, found: Array) -> None:
+def _check(what: str, expected: Array, found: Array, most: float = ORDER) -> None:
+    """Raise UnsupportedModelError if the difference is above `most`, or is NaN."""
     apart = _relative(expected, found)
-    if not apart <= ORDER:
-        raise _different(what, apart)
+    if not apart <= most:
+        raise UnsupportedModelError(
+            f"the exported model differs from the checkpoint: {what} differs by {apart:.2g} of its size, more than "
+            "rounding",
+            "report this model",
+        )
 
 
 def _relative(expected: Array, found: Array) -> float:
     """Return the root mean square difference of two results, relative to the root mean square of the first."""
     size = float(np.sqrt(np.mean(np.square(expected, dtype=np.float64))))
     return float(np.sqrt(np.mean(np.square(found - expected, dtype=np.float64)))) / max(size, 1e-30)
-
-
-def _different(what: str, apart: float) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"the exported model differs from the checkpoint: {what} differs by {apart:.2g} of its size, more than "
-        "rounding",
-        "report this model",
-    )

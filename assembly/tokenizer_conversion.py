@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from redraft import names
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
+from redraft.export import quiet_transformers
 from redraft.export.checkpoint.base import DOWNLOAD_AGAIN
 from redraft.packages import package_version
 
@@ -160,18 +162,7 @@ def _line(error: Exception) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence transformers, and keep tiktoken from caching a vocabulary by its path."""
-    from transformers.utils import logging
-
-    before, cache = logging.get_verbosity(), os.environ.get("TIKTOKEN_CACHE_DIR")
-    logging.set_verbosity_error()
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if cache is None:
-            del os.environ["TIKTOKEN_CACHE_DIR"]
-        else:
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
+    no_cache = mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR="")
+    with no_cache, quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

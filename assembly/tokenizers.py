@@ -42,11 +42,6 @@ def text_files(checkpoint: Path) -> tuple[str, ...]:
     return tuple(sorted(path.relative_to(checkpoint).as_posix() for path in found))
 
 
-def has_tokenizer(checkpoint: Path) -> bool:
-    """Return True if a checkpoint's folder has a file that holds a tokenizer."""
-    return vocabulary_file(checkpoint) is not None
-
-
 def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
     """Put a tokenizer of `vocabulary` ids into `bundle`, with one token for each byte. Other ids read `<|id|>`.
 

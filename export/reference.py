@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils import logging
 
+from redraft.export import quiet_transformers
 from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.checkpoint.loading import load_tensors
@@ -64,17 +64,10 @@ def _logits(model: PreTrainedModel, text: Sequence[int]) -> NDArray[np.float32]:
 
 def _loaded(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrainedModel:
     """Return the model with the checkpoint's weights, which transformers reads."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
+    with quiet_transformers():
         model: PreTrainedModel = architecture.whole_class.from_pretrained(
             checkpoint.path, config=architecture.whole, attn_implementation="eager", dtype=torch.float32
         )
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
     model.eval()
     return model
 

@@ -16,7 +16,7 @@ from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.checkpoint.loading import LoadedTensors, check_finite, load_tensors
 from redraft.export.checkpoint.sources import AnySource, RandomSource, Source
-from redraft.export.checkpoint.weight_files import STORED, Progress
+from redraft.export.checkpoint.weight_files import STORED, Progress, no_progress
 from redraft.export.graph import passes, tracing
 from redraft.export.graph.decoder import TracedDecoder, finish, trace_decoder
 from redraft.export.quantization.product_forms import ProductPlan
@@ -70,31 +70,12 @@ class TracedVerifier:
         return Source(self.checkpoint, self.decoder.parameters, self.decoder.tensors)
 
 
-def export_verifier(
-    checkpoint: AnyCheckpoint,
-    out: Path,
-    config: BuildConfig | None = None,
-    progress: Progress = lambda stage, done, total: None,
-    layers: int | None = None,
-) -> VerifierExport:
-    """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model with only the first `layers` layers.
-
-    Raises UnsupportedModelError naming a part that cannot be exported, CheckpointError naming a tensor that is missing
-    or of the wrong shape. Reads only weights that need another type.
-    """
-    config = config or BuildConfig()
-    return write_verifier(trace_verifier(checkpoint, config, progress, layers), out, config, progress)
-
-
-def trace_verifier(
-    checkpoint: AnyCheckpoint, config: BuildConfig, progress: Progress = lambda stage, done, total: None,
-    layers: int | None = None,
-) -> TracedVerifier:  # fmt: skip
+def trace_verifier(checkpoint: AnyCheckpoint, config: BuildConfig, layers: int | None = None) -> TracedVerifier:
     """Trace a checkpoint's graph, which is the same in all precisions of one compute type.
 
-    Raises like `export_verifier`.
+    layers: number of its first layers that the graph has, all by default. Raises UnsupportedModelError naming a part
+    that cannot be exported, CheckpointError naming a tensor that is missing or of the wrong shape.
     """
-    progress("trace", 0, 1)
     text_config = model_config.load_config(checkpoint)
     architecture = Architecture.of(text_config if layers is None else first_layers(text_config, layers))
     text = architecture.text
@@ -115,17 +96,16 @@ def trace_verifier(
         config.hidden_states,
     )
     passes.simplify(traced.model)
-    progress("trace", 1, 1)
     return TracedVerifier(checkpoint, architecture, loaded, traced, config.hidden_states)
 
 
 def write_verifier(
-    traced: TracedVerifier, out: Path, config: BuildConfig, progress: Progress = lambda stage, done, total: None,
+    traced: TracedVerifier, out: Path, config: BuildConfig, progress: Progress = no_progress,
     plan: ProductPlan | None = None,
 ) -> VerifierExport:  # fmt: skip
     """Write `out`/verifier.onnx and `out`/weights/ of a traced checkpoint in a precision.
 
-    plan: bits of each product; by default, those of the precision. Raises like `export_verifier`.
+    plan: bits of each product; by default, those of the precision. Reads only weights that need another type.
     """
     decoder, model = traced.decoder, traced.decoder.model.clone()
     source: AnySource = (

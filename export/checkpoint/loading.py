@@ -18,9 +18,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging
 
 from redraft.errors import CheckpointError, UnsupportedModelError
+from redraft.export import quiet_transformers
 from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import DOWNLOAD_AGAIN, AnyCheckpoint, not_finite
 from redraft.export.checkpoint.safetensors import Checkpoint
@@ -102,13 +102,8 @@ def _load(checkpoint: AnyCheckpoint, model: PreTrainedModel, partly: bool) -> No
     stored = {name: StoredTensor.of(entry) for name, entry in checkpoint.tensors.items()}
     conversions: Any = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(weight_mapping=conversions)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with quiet_transformers():
         report, _ = convert_and_load_state_dict_in_model(model, stored, options, disk_offload_index=None)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     for name, reason in report.conversion_errors.items():
         raise CheckpointError(f"transformers cannot convert {name} ({reason.strip().splitlines()[-1]})", DOWNLOAD_AGAIN)
     for name, shape, expected in sorted(report.mismatched_keys):

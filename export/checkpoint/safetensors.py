@@ -8,7 +8,6 @@ library validates the header before Python reads it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -117,11 +116,6 @@ class Checkpoint:
             if ((raw[begin : begin + base.SLAB_BYTES // 4] & exponent) == exponent).any():
                 return False
         return True
-
-    def digest(self, file: str) -> str:
-        """Return the SHA-256 of one of the checkpoint's files, hexadecimal."""
-        with open(self.path / file, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _of_modules(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[str]:

@@ -68,9 +68,7 @@ class NewTensor:
         return ("U8", (self.length,)) if self.dtype == "I4" else (self.dtype, self.shape)
 
 
-def write(
-    tensors: list[NewTensor], folder: Path, file: str, progress: Progress = lambda stage, done, total: None
-) -> list[WeightRef]:
+def write(tensors: list[NewTensor], folder: Path, file: str, progress: Progress = no_progress) -> list[WeightRef]:
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
     written = [tensor for tensor in tensors if tensor.same_as is None]
     offset, header = 0, {}

@@ -103,7 +103,7 @@ class DecoderExporter(Exporter[DraftModelConfig]):
 
         The caller has compared the tokenizers. The logits have columns for the ids that both vocabularies have; the
         last row of the embedding stands for ids beyond it. Raises CheckpointError for too short a context, and like
-        `export_verifier`.
+        `trace_verifier`.
         """
         check_counted(target.name, target.options.draft_vocabulary, "a plain checkpoint")
         architecture = Architecture.of(model_config.load_config(checkpoint))

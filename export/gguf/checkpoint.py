@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,11 +91,6 @@ class GgufCheckpoint:
         return {}
 
     @property
-    def parameter_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.length for entry in self.tensors.values())
-
-    @property
     def readable(self) -> tuple[str, ...]:
         """The types of the file's entries. `read_header` refuses others."""
         return tuple(sorted({entry.dtype for entry in self.tensors.values()}))
@@ -129,11 +123,6 @@ class GgufCheckpoint:
         if parameter.whole or len(entry.shape) < 2:
             return None
         return stored_grid(parameter.stored.type, lambda: self._packed(entry))
-
-    def digest(self, file: str) -> str:
-        """Return the file's SHA-256, hexadecimal."""
-        with open(self.path / file, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def inexact(self) -> tuple[str, ...]:
         """Return a sentence for each part of the file that a bundle stores in another form."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -20,6 +19,7 @@ from redraft.export.checkpoint.stored_tensor import StoredTensor
 from redraft.export.graph import noise, tracing, tree_attention
 from redraft.export.graph.attention import LayerAttention, LayerRecorder, record_layers
 from redraft.export.graph.experts import expert_tensors
+from redraft.export.streaming import parameter_names
 from redraft.signatures import VerifierShape
 
 IR_VERSION = 11
@@ -62,24 +62,26 @@ def trace_decoder(
         model = trace(network, recorded, shape)
         check_positions(model, architecture.text)
         parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
-        tied = tied_names(network)
+        aliases = {name: first for first, *names in parameter_names(network).values() for name in names}
         embedding, head = vocabulary_parameters(network)
         # Experts are split, and other names stay.
         tensors = {**loaded.parameters, **expert_tensors(network, loaded.parameters)} if loaded else {}
-    _name_parameters(model, parameters, tied)
+    _name_parameters(model, parameters, aliases)
     return TracedDecoder(model, shape, parameters, tensors, embedding, head)
 
 
-def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str, str]) -> None:
-    """Give initializers their parameters' names without the wrapper's prefix; tied ones keep only the first name."""
-    for value in list(model.graph.initializers.values()):
+def _name_parameters(model: ir.Model, parameters: Collection[str], aliases: Mapping[str, str]) -> None:
+    """Give initializers their parameters' names without the wrapper's prefix.
+
+    aliases: the first name of a tied parameter, by its other names.
+    """
+    graph = model.graph
+    for value in list(graph.initializers.values()):
         name = (value.name or "").removeprefix("model.")
         if name in parameters:
             value.name = name
-    order = list(parameters)
-    graph = model.graph
-    for name, first in tied.items():
-        if order.index(first) < order.index(name) and name in graph.initializers:
+    for name, first in aliases.items():
+        if name in graph.initializers:
             if first in graph.initializers:
                 ir.convenience.replace_all_uses_with(graph.initializers[name], graph.initializers[first])
                 del graph.initializers[name]
@@ -144,24 +146,11 @@ def _is_constant(node: ir.Node) -> bool:
     return True
 
 
-def tied_names(network: nn.Module) -> dict[str, str]:
-    """Return parameters that share another one's storage: name -> the name in checkpoints."""
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(parameter), name)
-        if owner != name:
-            tied[name] = owner
-            tied[owner] = name
-    return tied
-
-
 def vocabulary_parameters(network: nn.Module) -> tuple[str, str]:
     """Return the names of the embedding's and the head's weight. Tied weights have the first name, as in graphs."""
-    shared = [network.get_input_embeddings().weight, network.get_output_embeddings().weight]  # type: ignore[operator]
-    embedding, head = (
-        next(name for name, p in network.named_parameters(remove_duplicate=False) if p is weight) for weight in shared
-    )
+    names = parameter_names(network)
+    modules = network.get_input_embeddings(), network.get_output_embeddings()  # type: ignore[operator]
+    embedding, head = (names[id(module.weight)][0] for module in modules)
     return embedding, head
 
 

@@ -101,7 +101,7 @@ def _as_rms_norm(module: nn.Module) -> SingleRmsNorm | None:
 
 
 def fix_rotary_lengths(model: nn.Module) -> None:
-    """Keep the initial frequencies of rotary modules. `support.check_rope` refuses texts that would change them."""
+    """Keep the initial frequencies of rotary modules. `check_rope` refuses texts that would change them."""
     for module in model.modules():
         forward = type(module).forward
         replaced = "forward" in vars(module)

@@ -145,10 +145,10 @@ def _nodes(builder: _Builder) -> str:
     return builder.count(builder.add("Shape", names.PARENTS), 1)
 
 
-def _count(builder: _Builder, flags: str, axis: int, output: str = "") -> str:
+def _count(builder: _Builder, flags: str, axis: int) -> str:
     """Count the true elements along an axis."""
     ones = builder.add("Cast", flags, to=onnx.TensorProto.INT64)
-    return builder.add("ReduceSum", ones, builder.ints(axis), output=output, keepdims=0)
+    return builder.add("ReduceSum", ones, builder.ints(axis), keepdims=0)
 
 
 def _compact_kv(shape: VerifierShape) -> ir.Model:

@@ -63,7 +63,6 @@ def check_texts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "architecture"),
     [
         ("deepseek", "DeepseekV3ForCausalLM"),
-        ("glm", "Glm4MoeForCausalLM"),
         ("mimo", "MiMoForCausalLM"),  # transformers computes it as Qwen2
         ("qwen", "Qwen3NextForCausalLM"),
     ],

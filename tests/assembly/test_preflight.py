@@ -73,7 +73,7 @@ def test_needs_grow_with_the_weights_that_a_build_writes_and_loads(file: Path, t
 
 
 def test_files_that_are_none_are_refused_without_torch(file: Path, tmp_path: Path) -> None:
-    """A damaged file and another architecture; a good file passes."""
+    """A damaged file and another architecture; a good file passes. Folders need no transformers either."""
     (tmp_path / "whisper.gguf").write_bytes(file.read_bytes().replace(b"qwen2", b"whale"))
     (tmp_path / "short.gguf").write_bytes(file.read_bytes()[:-1])
     program = f"""
@@ -82,6 +82,7 @@ from pathlib import Path
 from redraft.assembly.preflight import check_file
 from redraft.errors import RedraftError
 from redraft.export.gguf.checkpoint import open_checkpoint
+print("transformers" in sys.modules)
 for path in {[str(file), *map(str, sorted(tmp_path.iterdir()))]!r}:
     try:
         check_file(open_checkpoint(Path(path)))
@@ -91,8 +92,8 @@ for path in {[str(file), *map(str, sorted(tmp_path.iterdir()))]!r}:
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    good, short, whale, torch = done.stdout.splitlines()
-    assert (good, torch) == ("good", "False")
+    transformers, good, short, whale, torch = done.stdout.splitlines()
+    assert (good, torch, transformers) == ("good", "False", "False")
     assert "short.gguf is truncated: it should hold" in short
     assert "whisper.gguf: architecture whale is not supported; give the model's Hugging Face folder" in whale
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from .tokenizer_files import (
     Files,
     byte_level,
     metaspace,
-    sentencepiece_files,
     sentencepiece_model,
     tekken,
     tiktoken_vocabulary,
@@ -66,29 +63,31 @@ def assert_text_is_that_of_transformers(checkpoint: Path, bundle: Path) -> None:
 
 CLASS = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **NAMES}
 ADDED = {"263": {"content": "<s>", "special": True}, "264": {"content": "<|eot|>", "special": True}}
-FORMATS: dict[str, tuple[Callable[[Path], Files], str, dict[str, Any]]] = {
-    "sentencepiece": (sentencepiece_files, "llama", CLASS),
-    "sentencepiece, BOS and EOS": (sentencepiece_files, "llama", {**CLASS, "add_eos_token": True}),
-    "sentencepiece, no settings": (sentencepiece_files, "mistral", {}),
-    "sentencepiece, unigram": (partial(sentencepiece_files, kind="unigram"), "llama", {}),
+FORMATS: dict[str, tuple[Files, str, dict[str, Any]]] = {
+    "sentencepiece": ({"tokenizer.model": sentencepiece_model()}, "llama", CLASS),
+    "sentencepiece, BOS and EOS": (
+        {"tokenizer.model": sentencepiece_model()}, "llama", {**CLASS, "add_eos_token": True},
+    ),
+    "sentencepiece, no settings": ({"tokenizer.model": sentencepiece_model()}, "mistral", {}),
+    "sentencepiece, unigram": ({"tokenizer.model": sentencepiece_model("unigram")}, "llama", {}),
     "tiktoken": (
-        lambda folder: {"tokenizer.model": tiktoken_vocabulary()}, "llama",
+        {"tokenizer.model": tiktoken_vocabulary()}, "llama",
         {"bos_token": "<s>", "eos_token": "<|eot|>", "added_tokens_decoder": ADDED},
     ),
-    "tiktoken by its name": (lambda folder: {"tiktoken.model": tiktoken_vocabulary()}, "llama", {}),
-    "tekken": (lambda folder: {"tekken.json": tekken()}, "mistral", {}),
-    "vocabulary and merges": (lambda folder: vocabulary_and_merges(), "gpt2", {}),
-    "vocabulary and merges of Qwen": (lambda folder: vocabulary_and_merges(), "qwen2", {}),
-    "class named": (lambda folder: vocabulary_and_merges(), "llama", {"tokenizer_class": "GPT2Tokenizer"}),
+    "tiktoken by its name": ({"tiktoken.model": tiktoken_vocabulary()}, "llama", {}),
+    "tekken": ({"tekken.json": tekken()}, "mistral", {}),
+    "vocabulary and merges": (vocabulary_and_merges(), "gpt2", {}),
+    "vocabulary and merges of Qwen": (vocabulary_and_merges(), "qwen2", {}),
+    "class named": (vocabulary_and_merges(), "llama", {"tokenizer_class": "GPT2Tokenizer"}),
 }  # fmt: skip
-"""Files in a scratch folder, model type and settings by format."""
+"""Files, model type and settings by format."""
 
 
 @pytest.mark.parametrize(("files", "model_type", "settings"), FORMATS.values(), ids=FORMATS)
 def test_older_formats_are_converted(
-    files: Callable[[Path], Files], model_type: str, settings: dict[str, Any], tmp_path: Path, bundle: Path
+    files: Files, model_type: str, settings: dict[str, Any], tmp_path: Path, bundle: Path
 ) -> None:
-    folder = write_folder(tmp_path / "model", files(tmp_path), model_type, **settings)
+    folder = write_folder(tmp_path / "model", files, model_type, **settings)
     assert_text_is_that_of_transformers(folder, bundle)
 
 
@@ -151,7 +150,7 @@ def refused(folder: Path, bundle: Path, kind: type[RedraftError] = CheckpointErr
 def test_missing_package_is_named_with_the_command_that_installs_it(
     package: str, content: str | None, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_folder(tmp_path / "model", {"tokenizer.model": content or sentencepiece_model(tmp_path)})
+    folder = write_folder(tmp_path / "model", {"tokenizer.model": content or sentencepiece_model()})
     versions = tokenizer_conversion.package_version
     monkeypatch.setattr(
         tokenizer_conversion, "package_version", lambda name: None if name == package else versions(name)
@@ -166,7 +165,9 @@ DAMAGED: dict[str, tuple[dict[str, str | bytes], dict[str, Any], str]] = {
     "tokenizer.json cut off": ({"tokenizer.json": '{"a": ['}, {}, "tokenizer.json cannot be read as a tokenizer"),
     "tokenizer.json of another form": ({"tokenizer.json": "[]"}, {}, "tokenizer.json cannot be read as a tokenizer"),
     "settings": ({"tokenizer_config.json": "{", "tokenizer.json": "{}"}, {}, "tokenizer_config.json cannot be read"),
-    "noise": ({"tokenizer.model": bytes(range(256)) * 9}, {}, "neither a sentencepiece model nor a tiktoken"),
+    "cut off": (
+        {"tokenizer.model": sentencepiece_model()[:3000]}, {}, "neither a sentencepiece model nor a tiktoken",
+    ),
     "empty": ({"tokenizer.model": b""}, {}, "tokenizer.model is empty"),
     "merges missing": ({"vocab.json": '{"a": 0}'}, {"tokenizer_class": "GPT2Tokenizer"}, "cannot convert .*vocab.json"),
     "class of another model": (
@@ -181,11 +182,6 @@ def test_damaged_files_are_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=match):
         write_text_files(write_folder(tmp_path / "model", files, **settings), bundle)
-
-
-def test_sentencepiece_model_cut_off(tmp_path: Path, bundle: Path) -> None:
-    folder = write_folder(tmp_path / "model", {"tokenizer.model": sentencepiece_model(tmp_path)[:3000]})
-    assert "tokenizer.model is neither a sentencepiece model nor a tiktoken vocabulary" in refused(folder, bundle)
 
 
 @pytest.mark.parametrize("name", ["qwen.tiktoken", "tokenizer.model.v3"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +43,21 @@ def write_folder(folder: Path, files: Files, model_type: str = "llama", **settin
     return folder
 
 
-def sentencepiece_model(folder: Path, kind: str = "bpe") -> bytes:
+@cache
+def sentencepiece_model(kind: str = "bpe") -> bytes:
     """A sentencepiece model with byte fallback, like Llama's."""
     import sentencepiece
 
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "trained"), vocab_size=380, model_type=kind,
+        sentence_iterator=iter(TEXT.splitlines()), model_writer=trained, vocab_size=380, model_type=kind,
         byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
         user_defined_symbols=["<|user|>"], num_threads=1, hard_vocab_limit=False,
     )  # fmt: skip
-    return (folder / "trained.model").read_bytes()
+    return trained.getvalue()
 
 
-def sentencepiece_files(folder: Path, kind: str = "bpe") -> Files:
-    """The model as a checkpoint's file."""
-    return {"tokenizer.model": sentencepiece_model(folder, kind)}
-
-
+@cache
 def byte_level() -> dict[str, Any]:
     """A `tokenizer.json` of byte-level BPE, like GPT-2's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -113,7 +112,7 @@ def metaspace(folder: Path) -> dict[str, Any]:
     """A `tokenizer.json` like Llama 2's, with a BOS token in front of every text."""
     from transformers import AutoTokenizer
 
-    source = write_folder(folder, {"tokenizer.model": sentencepiece_model(folder.parent)},
-                          tokenizer_class="LlamaTokenizer", add_bos_token=True, **NAMES)  # fmt: skip
+    settings = dict(tokenizer_class="LlamaTokenizer", add_bos_token=True, **NAMES)
+    source = write_folder(folder, {"tokenizer.model": sentencepiece_model()}, **settings)
     found: dict[str, Any] = json.loads(AutoTokenizer.from_pretrained(source).backend_tokenizer.to_str())
     return found

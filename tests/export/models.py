@@ -1,21 +1,28 @@
-"""Small random checkpoints of the architectures under test, written as Hugging Face directories, and their exports."""
+"""Small random checkpoints of the architectures under test, as Hugging Face directories, their traces and exports."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
+import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from redraft import names, signatures
-from redraft.export.verifier import VerifierExport
+from redraft.config import BuildConfig
+from redraft.export.checkpoint.base import AnyCheckpoint
+from redraft.export.graph import tracing
+from redraft.export.verifier import VerifierExport, trace_verifier, write_verifier
+from redraft.signatures import VerifierShape
 
 CAPACITY = 64
 GARBAGE = {"float32": 1e4, "float16": 1e2}
@@ -97,10 +104,11 @@ class Graph:
 
 
 class Exported(NamedTuple):
-    """An exported verifier and its folder."""
+    """An exported verifier, its folder and the checkpoint's."""
 
     verifier: VerifierExport
     folder: Path
+    checkpoint: Path
 
     def model(self) -> onnx.ModelProto:
         """The graph without its weights."""
@@ -119,6 +127,42 @@ class Exported(NamedTuple):
         """The largest difference of the logits from those of another export, relative to the largest of these."""
         expected = exact.logits()
         return float(np.abs(self.logits() - expected).max() / np.abs(expected).max())
+
+
+def export_verifier(checkpoint: AnyCheckpoint, out: Path, config: BuildConfig | None = None) -> VerifierExport:
+    """Write `out`/verifier.onnx and `out`/weights/ of a checkpoint."""
+    config = config or BuildConfig()
+    return write_verifier(trace_verifier(checkpoint, config), out, config)
+
+
+_TRACES: dict[Hashable, ir.Model] = {}
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Trace equal models once. Weights have no part in a trace, so each export fills a copy of the graph with its own.
+
+    For modules that test the steps after tracing.
+    """
+    trace = tracing.trace
+
+    def shared(module: tracing.VerifierModule, shape: VerifierShape) -> ir.Model:
+        key = inputs_of_trace(module, shape)
+        if key not in _TRACES:
+            _TRACES[key] = trace(module, shape)
+        return _TRACES[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "trace", shared)
+        yield
+
+
+def inputs_of_trace(module: tracing.VerifierModule, shape: VerifierShape) -> Hashable:
+    """Everything that a trace depends on: the configuration, the attention of each layer and the values of buffers."""
+    network: Any = module.model
+    buffers = tuple((name, values.dtype, repr(values.tolist())) for name, values in network.named_buffers())
+    attention = repr(module.__dict__["recorded"].layers)
+    return network.config.to_json_string(use_diff=False), attention, buffers, module.hidden_states, shape
 
 
 def config_of(architecture: str, **changes: Any) -> PretrainedConfig:

@@ -1,8 +1,11 @@
-"""For every architecture, the graph's logits of random trees equal those of transformers, path by path."""
+"""For every architecture, the graph's logits of random trees equal those of transformers, path by path.
+
+The graph is cheap: one product for products that share an input, single operators, no useless nodes.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -11,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redraft import names, signatures
-from redraft.config import BuildConfig
-from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.verifier import export_verifier
-from tests.export.models import ARCHITECTURES, Graph, write_checkpoint
+from tests.export.models import ARCHITECTURES, COMMON, Exported, Graph
 
+Exports = Callable[..., Exported]
+STATES = ("last", "1")
+LAYERS = COMMON["num_hidden_layers"]
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 8e-2
 
@@ -33,27 +36,20 @@ def path_to(parents: np.ndarray, node: int) -> list[int]:
     return path[::-1]
 
 
-OTHERS = {
-    "nemotron": dict(partial_rotary_factor=0.5),
-    "gpt2": dict(num_key_value_heads=4, head_dim=12),
-    "olmo2": dict(),
-    "cohere": dict(),
-}
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def exported(request, tmp_path_factory):
-    """(checkpoint folder, export folder, export) of one architecture, hidden states of the first layer and the last."""
-    source = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-    out = tmp_path_factory.mktemp("graph")
-    return source, out, export_verifier(Checkpoint.open(source), out, BuildConfig(hidden_states=("last", "1")))
+@pytest.fixture(params=ARCHITECTURES)
+def exported(request: pytest.FixtureRequest, exports: Exports) -> Exported:
+    """An architecture's export, with hidden states of the first layer and the last."""
+    return exports(request.param, hidden_states=STATES)
 
 
 def check_against_transformers(
-    source: Path, graph: Graph, lengths: tuple[int, ...], nodes: int, tolerance: float = TOLERANCE
+    exported: Exported, lengths: tuple[int, ...], nodes: int, tolerance: float = TOLERANCE, reference: bool = False
 ) -> None:
+    graph = Graph(exported.folder, exported.verifier, len(lengths), reference)
     generator = np.random.default_rng(0)
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        exported.checkpoint, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     prompts = [generator.integers(3, 97, n).tolist() for n in lengths]
     graph.prefill(prompts)
     parents = np.stack([random_tree(generator, nodes) for _ in lengths])
@@ -66,38 +62,35 @@ def check_against_transformers(
             with torch.no_grad():
                 expected = model(torch.tensor([path]), output_hidden_states=True)
             np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=tolerance, rtol=0)
-            if not graph.hidden_states:
-                continue
-            for state, layer in (("last", -1), ("1", 2)):
-                state_found, state_expected = (
-                    found[names.hidden_states(state)][b, node],
-                    expected.hidden_states[layer][0, -1],
-                )
-                np.testing.assert_allclose(state_found, state_expected, atol=tolerance, rtol=tolerance)
+            for state, layer in zip(STATES, (-1, 2), strict=True):
+                np.testing.assert_allclose(
+                    found[names.hidden_states(state)][b, node], expected.hidden_states[layer][0, -1],
+                    atol=tolerance, rtol=tolerance,
+                )  # fmt: skip
 
 
-@pytest.mark.parametrize(("lengths", "nodes"), [((17,), 2), ((21,), 9), ((13, 5, 30), 9)])
-def test_random_trees_equal_transformers(exported, lengths, nodes):
-    source, out, export = exported
-    check_against_transformers(source, Graph(out, export, len(lengths)), lengths, nodes)
+@pytest.mark.parametrize(("lengths", "nodes"), [((17,), 2), ((13, 5, 30), 9)])
+def test_random_trees_equal_transformers(exported: Exported, lengths: tuple[int, ...], nodes: int) -> None:
+    check_against_transformers(exported, lengths, nodes)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
-def test_fp16_trees_equal_transformers_to_rounding(tmp_path, architecture):
+@pytest.mark.parametrize("exported", ["cohere"], indirect=True)
+def test_an_embedding_that_rotates_neighbours_stays_the_models_own(exported: Exported) -> None:
+    check_against_transformers(exported, (12, 7), nodes=5)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
+def test_fp16_trees_equal_transformers_to_rounding(architecture: str, exports: Exports) -> None:
     """KV buffers and features are fp16, logits are fp32. Norms with an offset and experts have their own casts."""
-    source = write_checkpoint(tmp_path / "model", architecture, dtype=torch.float16)
-    export = export_verifier(
-        Checkpoint.open(source), tmp_path, BuildConfig(precision="fp16", hidden_states=("last", "1"))
-    )
-    check_against_transformers(source, Graph(tmp_path, export, 2), (12, 7), nodes=5, tolerance=HALF_TOLERANCE)
+    exported = exports(architecture, "fp16", hidden_states=STATES)
+    check_against_transformers(exported, (12, 7), nodes=5, tolerance=HALF_TOLERANCE)
 
 
-def test_bf16_graph_is_valid_and_bf16_throughout(tmp_path):
+def test_bf16_graph_is_valid_and_bf16_throughout(exports: Exports) -> None:
     """ONNX Runtime has no kernels for bf16, so the checker infers the type of every value."""
-    source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
-    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="bf16", hidden_states=("last",)))
-    onnx.checker.check_model(str(tmp_path / export.graph), full_check=True)
-    graph = onnx.load(tmp_path / export.graph, load_external_data=False).graph
+    exported = exports("llama", "bf16", hidden_states=("last",))
+    onnx.checker.check_model(str(exported.folder / exported.verifier.graph), full_check=True)
+    graph = exported.model().graph
     found = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
     assert found.pop(names.LOGITS) == onnx.TensorProto.FLOAT
     floating = {kind for name, kind in found.items() if name.startswith(("kv.", "hidden_states."))}
@@ -105,30 +98,59 @@ def test_bf16_graph_is_valid_and_bf16_throughout(tmp_path):
 
 
 @pytest.mark.parametrize("exported", ["gemma2"], indirect=True)
-def test_reference_evaluator_agrees(exported):
+def test_reference_evaluator_agrees(exported: Exported) -> None:
     """The function body gives equal results outside ONNX Runtime."""
-    source, out, export = exported
-    check_against_transformers(source, Graph(out, export, 2, reference=True), (12, 7), nodes=5)
+    check_against_transformers(exported, (12, 7), nodes=5, reference=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", OTHERS)
-def test_other_architectures(tmp_path, architecture):
-    """Partial rotary embedding, learned positions, norms after the blocks, interleaved rotary embedding."""
-    source = write_checkpoint(tmp_path / "model", architecture, **OTHERS[architecture])
-    export = export_verifier(Checkpoint.open(source), tmp_path)
-    check_against_transformers(source, Graph(tmp_path, export, 2), (12, 7), nodes=5)
-
-
-def test_the_graph_is_valid_and_its_signature_the_contract(exported):
-    _, out, export = exported
-    onnx.checker.check_model(str(out / export.graph), full_check=True)
-    graph = onnx.load(out / export.graph, load_external_data=False).graph
+def test_the_graph_is_valid_and_its_signature_the_contract(exported: Exported) -> None:
+    verifier = exported.verifier
+    onnx.checker.check_model(str(exported.folder / verifier.graph), full_check=True)
+    graph = exported.model().graph
 
     def described(values):
         return [(v.name, tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim)) for v in values]
 
-    assert described(graph.input) == [(s.name, s.shape) for s in signatures.verifier_inputs(export.shape)]
-    assert described(graph.output) == [
-        (s.name, s.shape) for s in signatures.verifier_outputs(export.shape, export.hidden_states)
-    ]
+    outputs = signatures.verifier_outputs(verifier.shape, STATES)
+    assert described(graph.input) == [(s.name, s.shape) for s in signatures.verifier_inputs(verifier.shape)]
+    assert described(graph.output) == [(s.name, s.shape) for s in outputs]
+
+
+def test_llama_is_products_norms_and_attention(exports: Exports) -> None:
+    """A layer has four products, no Reshape, only Transposes of weights, and single operators for rotary and norms."""
+    count = exports("llama", hidden_states=STATES).operators()
+    expected = {
+        "MatMul": 4 * LAYERS + 1, "Transpose": 4 * LAYERS + 1, "TreeAttention": LAYERS, "RotaryEmbedding": 2 * LAYERS,
+        "RMSNormalization": 2 * LAYERS + 1, "Concat": 2 * LAYERS, "Split": 2 * LAYERS, "Mul": 2 * LAYERS,
+    }  # fmt: skip
+    assert {name: count[name] for name in expected} == expected
+    assert not {"Reshape", "Cast", "Slice", "Shape", "Expand", "Pow", "ReduceMean", "Cos", "Sin", "Range"} & set(count)
+
+
+def test_biases_are_merged_too(exports: Exports) -> None:
+    count = exports("qwen2", hidden_states=STATES).operators()
+    assert count["MatMul"] == 4 * LAYERS + 1
+    assert count["Concat"] == 3 * LAYERS
+    assert not {"Reshape", "Cast", "Slice", "Shape"} & set(count)
+
+
+def test_head_norms_cost_two_reshapes_each(exports: Exports) -> None:
+    count = exports("qwen3", hidden_states=STATES).operators()
+    assert count["RMSNormalization"] == 4 * LAYERS + 1
+    assert count["Reshape"] == 4 * LAYERS
+    assert count["Transpose"] == count["MatMul"]
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int8", 0.05), ("int4", 0.4)])
+def test_every_product_is_quantized(exports: Exports, precision: str, most: float) -> None:
+    """The rows of its weights, of 48, 64 and 80 numbers, end in incomplete blocks."""
+    exported, exact = (exports("llama", each, hidden_states=STATES) for each in (precision, "fp32"))
+    count = exported.operators()
+    assert count["MatMulNBits"] == 4 * LAYERS + 1
+    assert not {"MatMul", "Transpose"} & set(count)
+    assert 1e-5 < exported.error(exact) < most
+
+
+def test_experts_do_not_merge_into_one_product(exports: Exports) -> None:
+    """Each expert has one gate-and-up product and one down product."""
+    assert exports("mixtral", hidden_states=STATES).operators()["MatMul"] == LAYERS * (2 + 1 + 2 * 4) + 1

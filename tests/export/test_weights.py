@@ -17,8 +17,8 @@ from redraft.config import BuildConfig
 from redraft.errors import UnsupportedModelError
 from redraft.export.checkpoint import base, sources
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.verifier import VerifierExport, export_verifier
-from tests.export.models import write_checkpoint
+from redraft.export.verifier import VerifierExport
+from tests.export.models import export_verifier, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -96,8 +96,9 @@ def test_slabs_do_not_change_the_content(tmp_path, monkeypatch):
     ).read_bytes()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("precision", "most"), [("int8", 0.45), ("int4", 0.35)])
+@pytest.mark.parametrize(
+    ("precision", "most", "dtype"), [("int8", 0.45, torch.bfloat16), ("int4", 0.35, torch.float32)]
+)
 def test_quantized_bundle_stores_no_weight_twice(tmp_path, precision, most, dtype):
     """Only the embedding and the gains are fp32. Those of an fp32 checkpoint would add all its other bytes."""
     source = write_checkpoint(tmp_path / "model", "llama", dtype=dtype)
@@ -128,28 +129,22 @@ def test_tied_head_is_stored_once(tmp_path):
     assert "lm_head.weight" not in initializers(tmp_path / "out")
 
 
-def test_random_weights_need_no_shard_and_repeat(tmp_path):
-    source = write_checkpoint(tmp_path / "model", "llama")
+def test_random_weights_are_pieces_of_one_pool_and_repeat(tmp_path):
+    """They need no shard. Written bytes do not grow with the layers. Slabs, which give tables, equal the weights."""
+    source = write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=5, tie_word_embeddings=False)
     contents = []
     for name in ("first", "second"):
-        done = export(source, tmp_path / name, random_weights=True)
-        contents.append((tmp_path / name / done.weights[0].file).read_bytes())
+        done = export(source, tmp_path / name, random_weights=True, precision="fp16")
+        assert files_of(done) == {"weights/random.safetensors"}
+        contents.append((tmp_path / name / "weights/random.safetensors").read_bytes())
     assert contents[0] == contents[1]
-    graph = initializers(tmp_path / "first")
-    assert 0.9 * sources.RANDOM_STD < graph["model.layers.0.mlp.up_proj.weight"].std() < 1.1 * sources.RANDOM_STD
-    assert (graph["model.norm.weight"] == 1).all()
-    assert not np.array_equal(graph["model.layers.0.mlp.up_proj.weight"], graph["model.layers.1.mlp.up_proj.weight"])
-
-
-def test_random_weights_are_pieces_of_one_pool_and_read_back_the_same(tmp_path):
-    """Written bytes do not grow with the layers. Slabs, which give tables, equal the graph's weights."""
-    source = write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=5, tie_word_embeddings=False)
-    done = export(source, tmp_path / "out", random_weights=True, precision="fp16")
-    assert files_of(done) == {"weights/random.safetensors"}
     largest = max(ref.length for ref in done.weights)
-    pool = (tmp_path / "out/weights/random.safetensors").stat().st_size
-    assert pool < largest + 2 * sources.POOL_SHIFT * sources.POOL_SHIFTS + 4096
-    graph = initializers(tmp_path / "out")
+    assert len(contents[0]) < largest + 2 * sources.POOL_SHIFT * sources.POOL_SHIFTS + 4096
+    graph = initializers(tmp_path / "first")
+    one, other = (graph[f"model.layers.{layer}.mlp.up_proj.weight"].astype(np.float32) for layer in range(2))
+    assert 0.9 * sources.RANDOM_STD < one.std() < 1.1 * sources.RANDOM_STD
+    assert not np.array_equal(one, other)
+    assert (graph["model.norm.weight"] == 1).all()
     assert (graph["model.layers.4.self_attn.q_proj.bias"] == 0).all()
     for name in ("model.layers.3.mlp.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
         np.testing.assert_array_equal(np.concatenate(list(done.source.slabs(name))).astype(np.float16), graph[name])

@@ -14,10 +14,9 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.manifest import GraphRecord
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.verifier import export_verifier
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder
-from tests.export.models import write_checkpoint
+from tests.export.models import export_verifier, write_checkpoint
 
 from .test_graphs import CASES, operators, run
 

@@ -24,14 +24,14 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, Toke
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.writing import Target
-from redraft.export.verifier import VerifierExport, export_verifier
+from redraft.export.verifier import VerifierExport
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.methods.lyanna_token_info import lookup
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT_SINGLE, lyanna_record
 from tests.engines.graphs import Decoder
-from tests.export.models import write_checkpoint
+from tests.export.models import export_verifier, write_checkpoint
 
 from .token_tree import Tree, build_subtree
 

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -49,10 +48,8 @@ def after(content: bytes, text: bytes) -> int:
 
 
 BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "cut in magic": (lambda c: c[:3], "is not a GGUF file"),
     "cut in counts": (lambda c: c[:20], "is truncated: it has 20 bytes"),
     "cut in metadata": (lambda c: c[: c.index(b"llama.block_count") + 5], DAMAGED),
-    "cut in strings": (lambda c: c[: c.index(b"<0x41>")], DAMAGED),
     "cut in table": (lambda c: c[: c.index(b"blk.1.ffn_up.weight") + 25], DAMAGED),
     "cut in data": (lambda c: c[:-40], "is truncated: it should hold"),
     "another format": (lambda c: b"PK\x03\x04" + bytes(100), "is not a GGUF file"),
@@ -60,14 +57,7 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "version 1": (lambda c: put(c, 4, b"\1\0\0\0"), "is GGUF version 1"),
     "version 99": (lambda c: put(c, 4, b"\x63\0\0\0"), "is GGUF version 99"),
     "big-endian": (lambda c: put(c, 4, b"\0\0\0\3"), "is big-endian"),
-    "many tensors": (lambda c: put(c, 8, struct.pack("<Q", 10_000)), DAMAGED),
     "too many tensors": (lambda c: put(c, 8, struct.pack("<Q", 20_000)), f"{DAMAGED}: it promises 20000 tensors"),
-    "endless tensors": (lambda c: put(c, 8, struct.pack("<Q", 2**60)), f"{DAMAGED}: it"),
-    "long array": (lambda c: put(c, after(c, b"tokenizer.ggml.scores") + 8, struct.pack("<Q", 2**58)), DAMAGED),
-    "tensor twice": (
-        lambda c: c.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"),
-        "has tensor blk.0.ffn_up.weight twice",
-    ),
     "key twice": (
         lambda c: c.replace(b"tokenizer.ggml.bos_token_id", b"tokenizer.ggml.eos_token_id"),
         "same metadata key twice",
@@ -104,7 +94,7 @@ def test_a_missing_head_is_the_embedding(file: File, tmp_path: Path) -> None:
     assert "lm_head.weight" not in checkpoint.tensors
 
 
-UNKNOWN = ("blk.0.attn_q.bias", "blk.0.attn_sinks.weight", "rope_factors_long.weight", "v.patch_embd.weight")
+UNKNOWN = ("blk.0.attn_q.bias", "v.patch_embd.weight")
 CONTENT: dict[str, tuple[Callable[[File], object], str]] = {
     **{
         name: (
@@ -122,6 +112,7 @@ CONTENT: dict[str, tuple[Callable[[File], object], str]] = {
         lambda f: f.tensors.update({"blk.0.ffn_up.weight": np.zeros((97, 64))}),
         "tensor blk.0.ffn_up.weight is [97, 64], the metadata require [96, 64]",
     ),
+    "clip": (lambda f: setattr(f, "architecture", "clip"), "a vision or audio encoder, not a language model"),
     "mmproj": (lambda f: f.tokenizer.update({"general.type": "mmproj"}), "a vision or audio encoder"),
     "adapter": (lambda f: f.tokenizer.update({"adapter.type": "lora"}), "a LoRA adapter"),
     "typed adapter": (lambda f: f.tokenizer.update({"general.type": "adapter"}), "a LoRA adapter"),
@@ -148,7 +139,7 @@ def test_one_expert_too_many(tmp_path: Path) -> None:
     assert message in refusal(file.write(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_numbers_that_are_not_finite(file: File, tmp_path: Path, kind: str) -> None:
     stored, name = "blk.1.ffn_gate.weight", "model.layers.1.mlp.gate_proj.weight"
     file.types[stored] = kind
@@ -161,14 +152,3 @@ def test_numbers_that_are_not_finite(file: File, tmp_path: Path, kind: str) -> N
     assert not checkpoint.is_finite(checkpoint.tensors[name])
     with pytest.raises(CheckpointError, match=f"tensor {name} has a number that is not finite"):
         list(Source.of_names(checkpoint, {name: (96, 64)}).slabs(name))
-
-
-def test_a_vision_encoder(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert "a vision or audio encoder, not a language model" in refusal(tmp_path / "mmproj.gguf")

@@ -18,9 +18,8 @@ from redraft.export.checkpoint.sources import Source
 from redraft.export.gguf.checkpoint import GgufCheckpoint
 from redraft.export.gguf.grids import MINIMA, SYMMETRIC_TYPES, decode
 from redraft.export.quantization.rounding import values_of
-from redraft.export.verifier import export_verifier
 from tests.export.gguf_files import File, random_blocks, random_file
-from tests.export.models import Graph
+from tests.export.models import Graph, export_verifier
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

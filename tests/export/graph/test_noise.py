@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import TensorProto, helper
 
 from redraft import names
 from redraft.engines.lowering import lower_noise
@@ -82,28 +80,6 @@ def test_noise_is_that_of_the_definition(sessions: dict[str, ort.InferenceSessio
 def test_torch_computes_the_same() -> None:
     logits = torch.zeros(HASHES.shape)
     assert_same_noise(add_noise(logits, torch.ones(3), torch.from_numpy(KEYS), torch.from_numpy(IDS)).numpy())
-
-
-@pytest.mark.parametrize("form", ["portable", "cpu"])
-def test_hashes_are_the_same_bits(form: str, tmp_path: Path) -> None:
-    model = traced()
-    if form == "cpu":
-        lower_noise(model)
-    bodies = [function for function in model.functions.values() if function.name != names.ADD_NOISE]
-    kind = TensorProto.INT64 if form == "portable" else TensorProto.UINT32
-    node = helper.make_node(names.TOKEN_HASHES, ["keys", "ids"], ["hashes"], domain=names.TREE_ATTENTION_DOMAIN)
-    graph = helper.make_graph(
-        [node], "hashes",
-        [helper.make_tensor_value_info("keys", TensorProto.INT64, ["B", 3, 2]),
-         helper.make_tensor_value_info("ids", TensorProto.INT64, [len(IDS)])],
-        [helper.make_tensor_value_info("hashes", kind, ["B", 3, len(IDS)])],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid("", tracing.OPSET), helper.make_opsetid(names.TREE_ATTENTION_DOMAIN, 1)]
-    functions = [ir.serde.serialize_function(body) for body in bodies]
-    proto = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=11)
-    onnx.save(proto, tmp_path / "hashes.onnx")
-    (found,) = ort.InferenceSession(tmp_path / "hashes.onnx").run(None, {"keys": KEYS, "ids": IDS})
-    np.testing.assert_array_equal(found, HASHES)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -10,7 +10,6 @@ import onnx
 import pytest
 
 from redraft import names
-from redraft.config import Precision
 from redraft.engines.tensorrt import operators
 from redraft.engines.tensorrt.prepare import prepare
 from redraft.export.quantization.dequantize import LARGEST, Kind, block_of, codes_of, scales_of
@@ -59,7 +58,9 @@ def test_blocks_fit_the_inputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_graph_runs_with_dequantized_weights(kind: Kind, exports: Callable[..., Exported]) -> None:
+def test_an_exported_graph_runs_with_dequantized_weights_and_the_parser_takes_it(
+    kind: Kind, exports: Callable[..., Exported]
+) -> None:
     exported = exports("llama", kind, "tensorrt", **SIZES)
     assert exported.verifier.shape.dtype == "float16"
     count = exported.operators()
@@ -67,12 +68,6 @@ def test_an_exported_graph_runs_with_dequantized_weights(kind: Kind, exports: Ca
     assert count["DequantizeLinear"] == count["MatMul"] - 1  # all but the logits
     onnx.checker.check_model(exported.folder / exported.verifier.graph, full_check=True)
     assert 1e-4 < exported.error(exports("llama", **SIZES)) < {"int8": 0.1, "int4": 0.6, "fp8": 0.3}[kind]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16", *KINDS])
-def test_the_parser_takes_every_precision(precision: Precision, exports: Callable[..., Exported]) -> None:
-    exported = exports("llama", precision, "tensorrt", **SIZES)
     for release in ((10, 9), (10, 15)):
         prepared = prepare(exported.folder, exported.verifier.graph, names.VERIFIER, release, "plugin")
         assert list(operators.problems(prepared, release)) == []
