@@ -6,6 +6,7 @@ The graph is cheap: one product for products that share an input, single operato
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import onnx
@@ -14,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redraft import names, signatures
-from tests.export.models import ARCHITECTURES, COMMON, Exported, Graph
+from tests.export.models import ARCHITECTURES, Exported, Graph
 
-Exports = Callable[..., Exported]
-STATES = ("last", "1")
-LAYERS = COMMON["num_hidden_layers"]
+Export = Callable[..., Exported]
+STATES = ("last", "0")
+LAYERS = 2
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 8e-2
 
@@ -36,10 +37,16 @@ def path_to(parents: np.ndarray, node: int) -> list[int]:
     return path[::-1]
 
 
+@pytest.fixture
+def export(exports: Export) -> Export:
+    """Exports an architecture in a precision, with hidden states of the first layer and the last."""
+    return partial(exports, hidden_states=STATES, num_hidden_layers=LAYERS)
+
+
 @pytest.fixture(params=ARCHITECTURES)
-def exported(request: pytest.FixtureRequest, exports: Exports) -> Exported:
-    """An architecture's export, with hidden states of the first layer and the last."""
-    return exports(request.param, hidden_states=STATES)
+def exported(request: pytest.FixtureRequest, export: Export) -> Exported:
+    """The export of an architecture."""
+    return export(request.param)
 
 
 def check_against_transformers(
@@ -62,7 +69,7 @@ def check_against_transformers(
             with torch.no_grad():
                 expected = model(torch.tensor([path]), output_hidden_states=True)
             np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=tolerance, rtol=0)
-            for state, layer in zip(STATES, (-1, 2), strict=True):
+            for state, layer in zip(STATES, (-1, 1), strict=True):
                 np.testing.assert_allclose(
                     found[names.hidden_states(state)][b, node], expected.hidden_states[layer][0, -1],
                     atol=tolerance, rtol=tolerance,
@@ -80,15 +87,15 @@ def test_an_embedding_that_rotates_neighbours_stays_the_models_own(exported: Exp
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
-def test_fp16_trees_equal_transformers_to_rounding(architecture: str, exports: Exports) -> None:
+def test_fp16_trees_equal_transformers_to_rounding(architecture: str, export: Export) -> None:
     """KV buffers and features are fp16, logits are fp32. Norms with an offset and experts have their own casts."""
-    exported = exports(architecture, "fp16", hidden_states=STATES)
+    exported = export(architecture, "fp16")
     check_against_transformers(exported, (12, 7), nodes=5, tolerance=HALF_TOLERANCE)
 
 
-def test_bf16_graph_is_valid_and_bf16_throughout(exports: Exports) -> None:
+def test_bf16_graph_is_valid_and_bf16_throughout(export: Export) -> None:
     """ONNX Runtime has no kernels for bf16, so the checker infers the type of every value."""
-    exported = exports("llama", "bf16", hidden_states=("last",))
+    exported = export("llama", "bf16")
     onnx.checker.check_model(str(exported.folder / exported.verifier.graph), full_check=True)
     graph = exported.model().graph
     found = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
@@ -116,9 +123,9 @@ def test_the_graph_is_valid_and_its_signature_the_contract(exported: Exported) -
     assert described(graph.output) == [(s.name, s.shape) for s in outputs]
 
 
-def test_llama_is_products_norms_and_attention(exports: Exports) -> None:
+def test_llama_is_products_norms_and_attention(export: Export) -> None:
     """A layer has four products, no Reshape, only Transposes of weights, and single operators for rotary and norms."""
-    count = exports("llama", hidden_states=STATES).operators()
+    count = export("llama").operators()
     expected = {
         "MatMul": 4 * LAYERS + 1, "Transpose": 4 * LAYERS + 1, "TreeAttention": LAYERS, "RotaryEmbedding": 2 * LAYERS,
         "RMSNormalization": 2 * LAYERS + 1, "Concat": 2 * LAYERS, "Split": 2 * LAYERS, "Mul": 2 * LAYERS,
@@ -127,30 +134,30 @@ def test_llama_is_products_norms_and_attention(exports: Exports) -> None:
     assert not {"Reshape", "Cast", "Slice", "Shape", "Expand", "Pow", "ReduceMean", "Cos", "Sin", "Range"} & set(count)
 
 
-def test_biases_are_merged_too(exports: Exports) -> None:
-    count = exports("qwen2", hidden_states=STATES).operators()
+def test_biases_are_merged_too(export: Export) -> None:
+    count = export("qwen2").operators()
     assert count["MatMul"] == 4 * LAYERS + 1
     assert count["Concat"] == 3 * LAYERS
     assert not {"Reshape", "Cast", "Slice", "Shape"} & set(count)
 
 
-def test_head_norms_cost_two_reshapes_each(exports: Exports) -> None:
-    count = exports("qwen3", hidden_states=STATES).operators()
+def test_head_norms_cost_two_reshapes_each(export: Export) -> None:
+    count = export("qwen3").operators()
     assert count["RMSNormalization"] == 4 * LAYERS + 1
     assert count["Reshape"] == 4 * LAYERS
     assert count["Transpose"] == count["MatMul"]
 
 
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.05), ("int4", 0.4)])
-def test_every_product_is_quantized(exports: Exports, precision: str, most: float) -> None:
+def test_every_product_is_quantized(export: Export, precision: str, most: float) -> None:
     """The rows of its weights, of 48, 64 and 80 numbers, end in incomplete blocks."""
-    exported, exact = (exports("llama", each, hidden_states=STATES) for each in (precision, "fp32"))
+    exported, exact = export("llama", precision), export("llama")
     count = exported.operators()
     assert count["MatMulNBits"] == 4 * LAYERS + 1
     assert not {"MatMul", "Transpose"} & set(count)
     assert 1e-5 < exported.error(exact) < most
 
 
-def test_experts_do_not_merge_into_one_product(exports: Exports) -> None:
+def test_experts_do_not_merge_into_one_product(export: Export) -> None:
     """Each expert has one gate-and-up product and one down product."""
-    assert exports("mixtral", hidden_states=STATES).operators()["MatMul"] == LAYERS * (2 + 1 + 2 * 4) + 1
+    assert export("mixtral").operators()["MatMul"] == LAYERS * (2 + 1 + 2 * 4) + 1

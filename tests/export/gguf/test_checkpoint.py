@@ -152,7 +152,7 @@ def test_layers_one_by_one_are_the_whole_model(name: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3moe", marks=pytest.mark.slow)])
 def test_logits_are_those_of_transformers(name, tmp_path):
     """transformers does not read the inner size of Qwen3's experts, and has 768 for every file."""
     file = random_file(name, "Q8_0", **dict(moe_intermediate_size=768) if name == "qwen3moe" else {})
