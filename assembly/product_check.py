@@ -7,11 +7,10 @@
 The sums' order is the only difference that is allowed in 2 and 3.
 """
 
-# pylint: disable=too-many-lines  # the comparison of products and of everything between them is one check
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,57 +19,28 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from redraft import names
-from redraft.assembly.quality import bind_caches, fill_chain
-from redraft.engines import Bundle, open_calls
-from redraft.engines.manifest import GraphRecord
+from redraft.assembly.recorded_products import (
+    CHUNKS,
+    Array,
+    Lookup,
+    Product,
+    find_lookups,
+    find_products,
+    record_values,
+)
+from redraft.engines import Bundle
 from redraft.errors import UnsupportedModelError
 from redraft.garbage import return_memory
-from redraft.names import TensorSpec, WeightRef
+from redraft.names import WeightRef
 
 if TYPE_CHECKING:
     from redraft.export.checkpoint.sources import AnySource
-    from redraft.export.quantization.product_weights import ProductWeight
     from redraft.export.verifier import TracedVerifier
 
-Array = NDArray[np.float32]
-GRAPH = "verifier.check"
-IN_ROWS = ".in_rows"
-CHUNKS = (16, 1, 1, 6)
-"""Tokens of each call: a prompt's, single ones, a draft's."""
 ORDER = 2e-3
 """Largest difference by the order of sums, of root mean squares. Inputs at a tie may be rounded up or down."""
 ROUNDED = {8: 0.02, 4: 0.3}
 """Largest root mean square difference of a weight from its stored codes, relative to the weight's."""
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """One lookup of rounded rows: its parameter, and the names of the rows' numbers and of the rows."""
-
-    table: str
-    index: str
-    value: str
-
-
-@dataclass(frozen=True)
-class _Product:
-    """One MatMulNBits: the names of its input before smoothing and sums, and of its result.
-
-    columns: numbers of the input.   parameters: the outputs of each parameter of its weight.
-    """
-
-    stem: str
-    input: str
-    result: str
-    bits: int
-    block: int
-    columns: int
-    parameters: Mapping[str, slice]
-
-    @property
-    def rows(self) -> int:
-        """The number of all outputs."""
-        return max(int(outputs.stop) for outputs in self.parameters.values())
 
 
 @dataclass(frozen=True)
@@ -101,9 +71,9 @@ def check_products(bundle: Bundle, traced: TracedVerifier, text: Sequence[int]) 
     from redraft.export.forced import Recorded, can_force, compare_forced
 
     graph = ir.load(bundle.path / bundle.graph(bundle.host_graph(False)).file)
-    products, lookups = list(_products(graph, traced)), list(_lookups(graph))
+    products, lookups = list(find_products(graph, traced)), list(find_lookups(graph))
     tokens = list(text)[: sum(CHUNKS)]
-    values = _record(bundle, graph, products, {lookup.value for lookup in lookups}, tokens)
+    values = record_values(bundle, graph, products, {lookup.value for lookup in lookups}, tokens)
     return_memory()
     stored = _Stored(bundle.path, {ref.initializer: ref for ref in bundle.manifest.weights})
     weights = {part.parameters[0]: part for weight in traced.products for part in weight.parts()}
@@ -131,119 +101,8 @@ def check_products(bundle: Bundle, traced: TracedVerifier, text: Sequence[int]) 
     return len(products), True
 
 
-def _products(graph: ir.Model, traced: TracedVerifier) -> Iterator[_Product]:
-    """Yield the products over stored codes."""
-    weights = {name: (weight, place) for weight in traced.products for place, name in enumerate(weight.parameters)}
-    for node in graph.graph:
-        if node.op_type != "MatMulNBits":
-            continue
-        codes, given = node.inputs[1], node.inputs[0]
-        assert codes is not None
-        assert given is not None
-        stem = str(codes.name).removesuffix(names.CODES)
-        weight, first = weights[stem.removesuffix(".merged")]
-        number = {key: node.attributes[key].as_int() for key in ("N", "bits", "block_size")}
-        yield _Product(
-            stem, _before(given), str(node.outputs[0].name), number["bits"], number["block_size"],
-            weight.shape(traced.source)[1], _covered(weight, first, number["N"], traced),
-        )  # fmt: skip
-
-
-def _covered(weight: ProductWeight, first: int, rows: int, traced: TracedVerifier) -> dict[str, slice]:
-    """Return the outputs of the parameters from the number `first` on that have `rows` outputs together."""
-    outputs: dict[str, slice] = {}
-    begin = 0
-    for part in weight.parts()[first:]:
-        if begin < rows:
-            end = begin + part.shape(traced.source)[0]
-            outputs[part.parameters[0]] = slice(begin, end)
-            begin = end
-    assert begin == rows, weight
-    return outputs
-
-
-def _before(value: ir.Value) -> str:
-    """Return the name of a product's input before the sums of blocks and the smoothing."""
-    node = value.producer()
-    if node is not None and node.op_type == "Concat":
-        sums = node.inputs[1].producer() if node.inputs[1] is not None else None
-        if sums is not None and sums.op_type == "ReduceSum" and node.inputs[0] is not None:
-            return _before(node.inputs[0])
-    if node is not None and node.op_type == "Mul":
-        for one, other in (node.inputs, node.inputs[::-1]):
-            if other is not None and one is not None and (other.name or "").endswith(names.SMOOTHING):
-                return str(one.name)
-    return str(value.name)
-
-
-def _lookups(graph: ir.Model) -> Iterator[_Lookup]:
-    """Yield the lookups of rounded rows."""
-    for node in graph.graph:
-        if node.op_type == "GatherBlockQuantized":
-            table, index, value = node.inputs[0], node.inputs[1], node.outputs[0]
-            assert table is not None
-            assert index is not None
-            users = [use.node for use in value.uses() if use.node.op_type == "Mul"]
-            smoothed = [n for n in users if any((x.name or "").endswith(names.SMOOTHING) for x in n.inputs if x)]
-            value = smoothed[0].outputs[0] if smoothed else value
-            yield _Lookup(str(table.name).removesuffix(names.ROWS), str(index.name), str(value.name))
-
-
-def _record(
-    bundle: Bundle, graph: ir.Model, products: Sequence[_Product], lookups: Set[str], tokens: Sequence[int]
-) -> dict[str, Array]:
-    """Run a chain of tokens. Returns the wanted values of the graph by name, [T, n]."""
-    manifest, shape = bundle.manifest, bundle.manifest.shape
-    wanted = {name for product in products for name in (product.input, product.result)} | lookups
-    values = {value.name: value for node in graph.graph for value in node.outputs}
-    outputs = {value.name for value in graph.graph.outputs}
-    record = bundle.graph(bundle.host_graph(False))
-    specs = list(record.outputs)
-    for name in sorted(wanted - outputs):
-        value = values[name]
-        sizes = {p.input: p.columns for p in products} | {p.result: p.rows for p in products}
-        size = sizes.get(name, shape.hidden)
-        rows = "R" if any(p.result == names.LOGITS and p.input == name for p in products) else "T"
-        value = _in_rows(graph.graph, value, [1, rows, size])  # some modules compute with [B * T, n]
-        graph.graph.outputs.append(value)
-        specs.append(TensorSpec(str(value.name), "float32", (1, rows, size)))
-    file = f"{GRAPH}.onnx"
-    try:
-        ir.save(graph, bundle.path / file)
-        graphs = {**manifest.graphs, GRAPH: GraphRecord(file, record.inputs, tuple(specs))}
-        calls = open_calls(Bundle(bundle.path, replace(manifest, graphs=graphs)), GRAPH)
-        bind_caches(calls, shape, len(tokens) + 1)
-        parts: dict[str, list[Array]] = {name: [] for name in {*wanted, names.LOGITS}}
-        given = {name: name if name in outputs else f"{name}{IN_ROWS}" for name in parts}
-        start = 0
-        for size in CHUNKS:
-            chunk = np.asarray(tokens[start : start + size], np.int64)
-            if not len(chunk):
-                break
-            call = calls.prepare(B=1, T=len(chunk), R=len(chunk))
-            fill_chain(call, chunk, start)
-            call.run()
-            for name, rows_ in parts.items():
-                rows_.append(call.outputs[given[name]][0].copy())
-            start += len(chunk)
-    finally:
-        (bundle.path / file).unlink(missing_ok=True)
-    return {name: np.concatenate(rows_) for name, rows_ in parts.items()}
-
-
-def _in_rows(graph: ir.Graph, value: ir.Value, shape: list[int | str]) -> ir.Value:
-    """Add a value's reshaping into [1, T, n] to the graph. Returns its result."""
-    target = ir.Value(name=f"{value.name}{IN_ROWS}.shape", const_value=ir.tensor([1, -1, shape[-1]]))
-    graph.register_initializer(target)
-    node = ir.node("Reshape", [value, target])
-    (result,) = node.outputs
-    result.name, result.type, result.shape = f"{value.name}{IN_ROWS}", ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-    graph.append(node)
-    return result
-
-
 def _check_product(
-    stored: _Stored, product: _Product, slabs: Mapping[str, Iterable[Array]], values: Mapping[str, Array]
+    stored: _Stored, product: Product, slabs: Mapping[str, Iterable[Array]], values: Mapping[str, Array]
 ) -> None:
     """Compare all outputs, a few at a time: the codes with the checkpoint, the result with the codes.
 
@@ -270,7 +129,7 @@ def _check_product(
             _check(f"the product of {parameter}", min(expected, key=lambda one: _relative(one, result)), result)
 
 
-def _with_sums(x: Array, product: _Product, stored: _Stored) -> Array:
+def _with_sums(x: Array, product: Product, stored: _Stored) -> Array:
     """Append the sums of blocks, if the product has offsets, and zeros up to whole blocks."""
     own = -(-product.columns // product.block)
     blocks = stored.refs[f"{product.stem}{names.CODES}"].shape[1]
@@ -279,7 +138,7 @@ def _with_sums(x: Array, product: _Product, stored: _Stored) -> Array:
     return np.pad(x, ((0, 0), (0, blocks * product.block - x.shape[1])))
 
 
-def _offsets(weight: Array, product: _Product) -> Array:
+def _offsets(weight: Array, product: Product) -> Array:
     """Return the offsets of a stored weight's blocks, repeated for each of their inputs."""
     own = -(-product.columns // product.block)
     blocks = weight.shape[1] // product.block
@@ -288,7 +147,7 @@ def _offsets(weight: Array, product: _Product) -> Array:
     return np.repeat(weight[:, product.columns : product.columns + own], product.block, 1)
 
 
-def _stored_rows(stored: _Stored, product: _Product, rows: slice) -> Array:
+def _stored_rows(stored: _Stored, product: Product, rows: slice) -> Array:
     """Return rows of a stored weight in fp32, offsets and padding included."""
     from redraft.export.checkpoint.stored_grid import SYMMETRIC, Grid
     from redraft.export.quantization.rounding import values_of
@@ -307,7 +166,7 @@ def _unpacked(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
 
 
-def _check_lookup(stored: _Stored, lookup: _Lookup, source: AnySource, indices: Sequence[int], found: Array) -> None:
+def _check_lookup(stored: _Stored, lookup: Lookup, source: AnySource, indices: Sequence[int], found: Array) -> None:
     """Compare looked-up rows with the checkpoint's, as they are stored."""
     numbers, begin = np.asarray(indices), 0
     exact = np.empty_like(found)

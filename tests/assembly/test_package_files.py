@@ -165,30 +165,32 @@ def test_a_disk_that_is_full(index: Index, cache: Path, monkeypatch: pytest.Monk
     assert index.calls == []
 
 
-def test_a_disk_that_fills_up_while_the_file_is_written(
-    index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(source: object, target: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(shutil, "copyfileobj", full)
-    with pytest.raises(CheckpointError, match=r"cannot keep model.gguf in .*: No space left on device; set XDG_CACHE"):
-        fetch()
-    assert kept_files(cache) == []
-
-
 def test_a_user_without_a_home_folder(index: Index, no_home: None) -> None:
     with pytest.raises(CheckpointError, match=r"cannot keep model.gguf in .*; set XDG_CACHE_HOME"):
         fetch()
 
 
-def test_an_interrupted_download_leaves_nothing(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("error", "caught", "message"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), CheckpointError,
+            r"cannot keep model.gguf in .*: No space left on device; set XDG_CACHE",
+        ),
+    ],
+    ids=["interrupted", "a disk that fills up"],
+)  # fmt: skip
+def test_a_copy_that_stops_leaves_nothing(
+    index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, caught: type[BaseException],
+    message: str,
+) -> None:  # fmt: skip
+    def stop(source: object, target: object) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfileobj", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "copyfileobj", stop)
+        with pytest.raises(caught, match=message):
             fetch()
     assert kept_files(cache) == []
     assert fetch().read_bytes() == CONTENT
