@@ -140,7 +140,7 @@ class File:
         """Write the file."""
         writer = gguf.GGUFWriter(path, self.architecture)
         for key, value in {**{f"{self.architecture}.{k}": v for k, v in self.keys.items()}, **self.tokenizer}.items():
-            add_value(writer, key, value)
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
         for name, values in self.tensors.items():
             kind = gguf.GGMLQuantizationType[self.types.get(name, self.default_type if values.ndim > 1 else "F32")]
             exact = np.ascontiguousarray(values, np.float32)
@@ -163,20 +163,6 @@ def random_blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray:
     blocks = np.random.default_rng(0).integers(0, 256, (shape[0], shape[1] // numbers, size), np.uint8)
     blocks[..., SCALES.get(kind, slice(0, 2))][..., 1::2] &= 0xBF
     return blocks.reshape(shape[0], -1)
-
-
-def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """A metadata value with its Python type."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def random_file(name: str, default_type: str = "F32", **changes: Any) -> File:

@@ -89,7 +89,7 @@ def test_an_embedding_that_rotates_neighbours_stays_the_models_own(exported: Exp
 @pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
 def test_fp16_trees_equal_transformers_to_rounding(architecture: str, export: Export) -> None:
     """KV buffers and features are fp16, logits are fp32. Norms with an offset and experts have their own casts."""
-    exported = export(architecture, "fp16")
+    exported = export(architecture, "fp16", dtype=torch.float16)
     check_against_transformers(exported, (12, 7), nodes=5, tolerance=HALF_TOLERANCE)
 
 
