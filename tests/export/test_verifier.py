@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redraft import names, signatures
-from tests.export.models import ARCHITECTURES, Exported, Graph
+from tests.export.models import Exported, Graph
 
 Export = Callable[..., Exported]
 STATES = ("last", "0")
@@ -43,7 +43,7 @@ def export(exports: Export) -> Export:
     return partial(exports, hidden_states=STATES, num_hidden_layers=LAYERS)
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=("llama", "qwen2", "qwen3", "gemma2", "mixtral"))
 def exported(request: pytest.FixtureRequest, export: Export) -> Exported:
     """The export of an architecture."""
     return export(request.param)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
+import torch
 
 from redraft import names
 from redraft.config import BuildConfig
@@ -17,13 +15,13 @@ from redraft.errors import CheckpointError
 from redraft.export.checkpoint.sources import Source
 from redraft.export.gguf.checkpoint import GgufCheckpoint
 from redraft.export.gguf.grids import MINIMA, SYMMETRIC_TYPES, decode
+from redraft.export.quantization.product_forms import EIGHT_BITS, Form, ProductPlan, coded
+from redraft.export.quantization.product_weights import ProductWeight
 from redraft.export.quantization.rounding import values_of
-from tests.export.gguf_files import File, random_blocks, random_file
+from tests.export.gguf_files import File, by_transformers, random_blocks, random_file
 from tests.export.models import Graph, export_verifier
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-
-PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def wide_file(types: dict[str, str]) -> File:
@@ -49,109 +47,61 @@ def wide_file(types: dict[str, str]) -> File:
     return file
 
 
-@dataclass
-class Product:
-    """Values of a quantized weight, offsets included; bits, block size, and whether its blocks have offsets."""
-
-    values: np.ndarray
-    bits: int
-    block: int
-    offsets: bool
+NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-def products(folder: Path, graph: str, columns: int = 256) -> dict[str, Product]:
-    """Every quantized weight of a graph by its stem. All have `columns` inputs."""
-    model = onnx.load(folder / graph)
-    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    found = {}
-    for node in model.graph.node:
-        if node.op_type == "MatMulNBits":
-            bits, block, rows = (
-                next(a.i for a in node.attribute if a.name == name) for name in ("bits", "block_size", "N")
-            )
-            codes = unpacked(known[node.input[1]].reshape(rows, -1), bits)
-            scales = known[node.input[2]].reshape(rows, -1)
-            stored = len(node.input) > 3
-            zeros = unpacked(known[node.input[3]].reshape(rows, -1), bits)[:, : scales.shape[1], None] if stored else 0
-            numbers = (codes.reshape(rows, -1, block).astype(np.float32) - zeros - (not stored) * (1 << bits - 1)) * (
-                scales[..., None]
-            )
-            numbers = numbers.reshape(rows, -1)
-            values, sums = numbers[:, :columns], numbers[:, columns:]
-            if sums.size:
-                values = values + np.repeat(sums[:, : columns // block], block, 1)
-            found[node.input[1].removesuffix(names.CODES)] = Product(values, bits, block, sums.size > 0)
-    return found
+def source_of(file: File, folder: Path) -> Source:
+    """The source of one matrix."""
+    return Source.of_names(GgufCheckpoint.open(file.write(folder / "m.gguf")), {NAME: (256, 256)})
 
 
-def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
-    return codes if bits == 8 else np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+ROUNDED = Form(4, zeros=True, offsets=True)
+FORMS = {
+    "Q4_0": (Form(4, stored=True), Form(8, stored=True)),
+    "Q5_0": (Form(8, stored=True), Form(8, stored=True)),
+    "Q8_0": (Form(8, stored=True), Form(8, stored=True)),
+    "Q6_K": (Form(8, 16, stored=True), EIGHT_BITS),
+    "Q4_1": (Form(4, zeros=True, offsets=True, stored=True), EIGHT_BITS),
+    "Q4_K": (Form(4, zeros=True, offsets=True, stored=True), EIGHT_BITS),
+    "Q5_1": (Form(8, zeros=True, offsets=True, stored=True), EIGHT_BITS),
+    "Q5_K": (Form(8, zeros=True, offsets=True, stored=True), EIGHT_BITS),
+    "F16": (ROUNDED, EIGHT_BITS),
+}
+"""The forms of a weight by its type, in int4 and in int8."""
 
 
-def expected(checkpoint: GgufCheckpoint, stem: str, rows: int) -> np.ndarray:
-    """The weight of a product: its first parameter, and as many that follow it as it has rows."""
-    layer, _, part = stem.removesuffix(".merged").removesuffix(".weight").rpartition(".")
-    merged = next((parts[parts.index(part) :] for parts in PARTS if part in parts), (part,))
-    every = [f"{layer}.{name}.weight" for name in merged] if layer else [f"{part}.weight"]
-    return np.concatenate([slab for name in every for slab in checkpoint.slabs(checkpoint.tensors[name])])[:rows]
+@pytest.mark.parametrize("kind", FORMS)
+def test_products_have_the_files_codes(kind: str, tmp_path: Path) -> None:
+    """Minima and blocks of 16 would cost int8 a third of its speed."""
+    source, part = source_of(wide_file({"ffn_up": kind}), tmp_path), ProductWeight((NAME,))
+    exact = np.concatenate(list(source.slabs(NAME)))
+    for precision, expected in zip(("int4", "int8"), FORMS[kind], strict=True):
+        form = ProductPlan(precision).form(part, source, smoothed=False, eight_bits=False)
+        assert form == expected
+        if form.stored:
+            error = np.abs(values_of(*coded(part, source, form, None)) - exact).max()
+            assert error <= (1e-5 * np.abs(exact).max() if form.offsets else 0)
 
 
-MIXED = {"attn_q": "Q4_K", "attn_k": "Q5_0", "attn_v": "Q6_K", "ffn_gate": "Q4_1", "ffn_up": "Q5_1", "ffn_down": "Q5_K"}
-
-
-@pytest.mark.parametrize(
-    ("precision", "types"),
-    [
-        ("int8", {}),
-        ("int8", {"attn_": "Q5_0", "ffn_": "Q4_0"}),
-        ("int4", {"attn_": "Q4_0", "ffn_": "Q4_0"}),
-        ("int4", MIXED),
-    ],
-)
-def test_products_are_the_files_numbers(precision, types, tmp_path):
-    """What a zero point cannot hold of a minimum, half a step, is rounded to the weight's own bits."""
-    checkpoint = GgufCheckpoint.open(wide_file(types).write(tmp_path / "m.gguf"))
-    export = export_verifier(checkpoint, tmp_path, BuildConfig(precision=precision))
-    found = products(tmp_path, export.graph)
-    rows = 0
-    for stem, product in found.items():
-        exact = expected(checkpoint, stem, len(product.values))
-        rows += len(exact)
-        if product.offsets:
-            steps = np.ptp(exact.reshape(len(exact), -1, 32), axis=-1).repeat(32, 1) / ((1 << product.bits) - 1)
-            assert (np.abs(product.values - exact) <= 0.12 * steps).all()
-        else:
-            np.testing.assert_array_equal(product.values, exact)
-    assert rows == 2 * (256 + 2 * 128 + 256 + 2 * 256 + 256) + checkpoint.config["vocab_size"]
-    assert {(product.bits, product.block) for product in found.values()} == (
-        {(8, 32)} if precision == "int8" else {(4, 32), (8, 32), *([(8, 16)] if types == MIXED else [])}
-    )
-
-
-def test_int8_rounds_minima_and_blocks_of_sixteen(tmp_path):
-    """They would cost a third of the speed of 8 bits."""
-    checkpoint = GgufCheckpoint.open(wide_file({"attn_q": "Q4_1", "attn_v": "Q6_K"}).write(tmp_path / "m.gguf"))
-    export = export_verifier(checkpoint, tmp_path, BuildConfig(precision="int8"))
-    found = {stem: product for stem, product in products(tmp_path, export.graph).items() if "layers.0.self" in stem}
-    assert {(product.bits, product.block, product.offsets) for product in found.values()} == {(8, 32, False)}
-    for stem, product in found.items():
-        exact = expected(checkpoint, stem, len(product.values))
-        steps = np.abs(exact.reshape(len(exact), -1, 32)).max(-1).repeat(32, 1) / 127
-        assert (np.abs(product.values - exact) <= 0.51 * steps).all()
-
-
-def test_blocks_of_sixteen_and_negative_scales_run(tmp_path):
-    checkpoint = GgufCheckpoint.open(wide_file({"attn_v": "Q6_K", "ffn_": "Q4_0"}).write(tmp_path / "m.gguf"))
-    logits = {}
-    for precision in ("fp32", "int8"):
+def test_engines_with_the_files_codes_compute_its_model(tmp_path: Path) -> None:
+    """Blocks of sixteen, negative scales, and minima, whose part that no zero point holds has the weight's own bits."""
+    attention = {"attn_q": "Q4_K", "attn_k": "Q5_0", "attn_v": "Q6_K"}
+    file = wide_file({**attention, "ffn_gate": "Q4_1", "ffn_up": "Q5_1", "ffn_down": "Q4_0"})
+    path, tokens, logits = file.write(tmp_path / "m.gguf"), np.arange(8)[None], {}
+    checkpoint = GgufCheckpoint.open(path)
+    for precision in ("fp32", "int8", "int4"):
         folder = tmp_path / precision
         folder.mkdir()
         graph = Graph(folder, export_verifier(checkpoint, folder, BuildConfig(precision=precision)), 1)
-        logits[precision] = graph.call(np.arange(8)[None], np.arange(-1, 7)[None], np.array([[7]]))[
-            names.LOGITS
-        ].ravel()
-    difference = np.abs(logits["int8"] - logits["fp32"]).max()
-    assert 0 < difference < 0.05 * np.abs(logits["fp32"]).max()  # activations are rounded to 8 bits
+        found = graph.call(tokens, tokens - 1, np.array([[7]]))
+        logits[precision] = found[names.LOGITS].ravel()
+    with torch.no_grad():
+        expected = by_transformers(path)(torch.from_numpy(tokens)).logits[0, -1].numpy()
+    differences = {
+        precision: np.abs(own - expected).max() / np.abs(expected).max() for precision, own in logits.items()
+    }
+    assert differences["fp32"] < 1e-4
+    assert all(1e-4 < differences[precision] < 0.05 for precision in ("int8", "int4"))  # activations are rounded
 
 
 @pytest.mark.parametrize("kind", [*SYMMETRIC_TYPES, *MINIMA])
@@ -171,9 +121,7 @@ def test_codes_times_scales_are_the_librarys_numbers(kind):
 def test_scales_that_are_not_finite_are_refused(tmp_path):
     file = wide_file({"ffn_up": "Q4_0"})
     file.packed["blk.0.ffn_up.weight"][3, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
-    checkpoint = GgufCheckpoint.open(file.write(tmp_path / "m.gguf"))
-    name = "model.layers.0.mlp.up_proj.weight"
-    grid = Source.of_names(checkpoint, {name: (256, 256)}).grid(name)
+    grid = source_of(file, tmp_path).grid(NAME)
     assert grid is not None
     with pytest.raises(CheckpointError, match="not finite"):
         list(grid.slabs())
