@@ -173,7 +173,7 @@ def test_a_user_without_a_home_folder(index: Index, no_home: None) -> None:
 @pytest.mark.parametrize(
     ("error", "caught", "message"),
     [
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), CheckpointError,
             r"cannot keep model.gguf in .*: No space left on device; set XDG_CACHE",
@@ -183,7 +183,7 @@ def test_a_user_without_a_home_folder(index: Index, no_home: None) -> None:
 )  # fmt: skip
 def test_a_copy_that_stops_leaves_nothing(
     index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, caught: type[BaseException],
-    message: str,
+    message: str | None,
 ) -> None:  # fmt: skip
     def stop(source: object, target: object) -> None:
         raise error
