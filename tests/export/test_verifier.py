@@ -88,10 +88,7 @@ def test_an_embedding_that_rotates_neighbours_stays_the_models_own(exported: Exp
 
 @pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 2), ("mixtral", 3)])
 def test_fp16_trees_equal_transformers_to_rounding(architecture: str, layers: int, export: Export) -> None:
-    """KV buffers and features are fp16, logits are fp32. Norms with an offset and experts have their own casts.
-
-    Mixtral's weights are such that rounding changes no token's experts.
-    """
+    """KV buffers and features are fp16, logits are fp32. Norms with an offset and experts have their own casts."""
     exported = export(architecture, "fp16", dtype=torch.float16, num_hidden_layers=layers)
     check_against_transformers(exported, (12, 7), nodes=5, tolerance=HALF_TOLERANCE)
 
