@@ -134,7 +134,8 @@ def test_llama_is_products_norms_and_attention(export: Export) -> None:
     assert not {"Reshape", "Cast", "Slice", "Shape", "Expand", "Pow", "ReduceMean", "Cos", "Sin", "Range"} & set(count)
 
 
-def test_biases_are_merged_too(export: Export) -> None:
+def test_biases_are_merged_too_and_a_tied_head_is_stored_once(export: Export) -> None:
+    assert "lm_head.weight" not in {tensor.name for tensor in export("qwen2").model().graph.initializer}
     count = export("qwen2").operators()
     assert count["MatMul"] == 4 * LAYERS + 1
     assert count["Concat"] == 3 * LAYERS
