@@ -99,7 +99,7 @@ def test_looked_up_rows_of_other_tokens_are_refused(checkpoint, tmp_path, monkey
 
 def test_rows_in_the_middle_of_a_large_weight_are_compared(tmp_path, monkeypatch):
     """The products' results are those of the wrong codes, and modules take results as they are."""
-    large = write_large(tmp_path / "large", "llama", intermediate_size=400, vocab_size=len(WORDS))
+    large = write_large(tmp_path / "large", "llama", intermediate_size=400, vocab_size=len(WORDS), num_hidden_layers=1)
     write_tokenizer(large)
     honest = rounding.codes_of
 
@@ -117,7 +117,7 @@ def test_rows_in_the_middle_of_a_large_weight_are_compared(tmp_path, monkeypatch
 @pytest.mark.parametrize(("architecture", "size"), [("opt", 64), ("gpt2", 48)])
 def test_tables_of_positions_are_accepted(tmp_path, architecture, size):
     """Their rows are looked up by positions, which OPT shifts, and not by tokens. Rows of 48 stay in fp32."""
-    folder = write_large(tmp_path / "model", architecture, vocab_size=len(WORDS), hidden_size=size)
+    folder = write_large(tmp_path / "model", architecture, vocab_size=len(WORDS), hidden_size=size, num_hidden_layers=1)
     write_tokenizer(folder)
     assert [line for line in build(folder, tmp_path / "engines", precision="int8") if line.startswith("checked")]
 

@@ -65,7 +65,8 @@ def test_an_exported_graph_runs_and_the_parser_takes_it(kind: Kind, exports: Cal
     assert "MatMulNBits" not in count
     assert count["DequantizeLinear"] == count["MatMul"] - 1  # all but the logits
     onnx.checker.check_model(exported.folder / exported.verifier.graph, full_check=True)
-    assert 1e-4 < exported.error(exports("llama", **SIZES)) < {"int8": 0.1, "int4": 0.6, "fp8": 0.3}[kind]
+    unrounded = exports("llama", "fp16", "tensorrt", **SIZES)
+    assert 1e-4 < exported.error(unrounded) < {"int8": 0.1, "int4": 0.6, "fp8": 0.3}[kind]
     for release in ((10, 9), (10, 15)):
         prepared = prepare(exported.folder, exported.verifier.graph, names.VERIFIER, release, "plugin")
         assert list(operators.problems(prepared, release)) == []
