@@ -36,10 +36,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_graph_that_fits(folder: Path) -> None:
-    check_graph(folder, RECORD, "drafter a")
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [

@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
 )
@@ -160,34 +158,17 @@ def test_faults_are_named(tmp_path, architecture, changes, message):
         load(folder)
 
 
-TEXT = dict(SMALL, vocab_size=97, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-
-
 def test_head_of_a_multimodal_folder_is_used(tmp_path):
-    """The whole model's configuration is untied; its text model's is tied by default."""
-    text, vision = dict(TEXT, model_type="mistral"), dict(VISION, model_type="pixtral", head_dim=8)
+    """The whole model's configuration is untied; its text model's is tied by default. No vision tensor is surplus."""
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    text = dict(SMALL, **heads, model_type="mistral", vocab_size=97)
+    vision = dict(SMALL, model_type="pixtral", num_attention_heads=2, head_dim=8)
     config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=90, tie_word_embeddings=False)
     config.text_config.tie_word_embeddings = True
     Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     export = export_verifier(Checkpoint.open(tmp_path / "model"), tmp_path)
     assert export.head != export.embedding
     assert {export.head, export.embedding} <= {ref.initializer for ref in export.weights}
-
-
-def test_text_model_of_a_multimodal_folder(tmp_path):
-    """Its parameters have the text model's names; no tensor of the vision tower is surplus."""
-    text = dict(TEXT, num_hidden_layers=2, sliding_window=8, max_position_embeddings=64)
-    vision = dict(VISION, image_size=16, patch_size=8)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90)
-    model = Gemma3ForConditionalGeneration(config)
-    model.save_pretrained(tmp_path / "model")
-    loaded, checkpoint = load(tmp_path / "model"), Checkpoint.open(tmp_path / "model")
-    assert checkpoint.config["model_type"] == "gemma3"
-    weight = model.get_decoder().layers[1].mlp.up_proj.weight
-    found = evaluate(loaded.parameters["model.layers.1.mlp.up_proj.weight"], checkpoint)
-    np.testing.assert_array_equal(found, weight.detach().numpy())
-    assert not [name for name in loaded.parameters if "vision" in name]
 
 
 @pytest.mark.parametrize(

@@ -248,11 +248,6 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
         assert [value.name for value in model.graph.output] == [spec.name for spec in outputs]
 
 
-def test_without_a_drafter_nothing_waits(tmp_path: Path) -> None:
-    files = export_step_graphs(SHAPE, tmp_path, gathers=False)
-    assert {names.STEP_GATHER_FEATURES, names.STEP_STORE_TREES}.isdisjoint(files)
-
-
 # ONNX Runtime's kernels for CUDA take these types only, of operators here whose kernels for the CPU take more
 # (docs/OperatorKernels.md of its repository).
 CUDA_TYPES = {"ArgMax": {"FLOAT", "FLOAT16", "DOUBLE"}, "MatMul": {"FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16"},
