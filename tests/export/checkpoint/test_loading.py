@@ -162,7 +162,7 @@ def test_head_of_a_multimodal_folder_is_used(tmp_path):
     """The whole model's configuration is untied; its text model's is tied by default. No vision tensor is surplus."""
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     text = dict(SMALL, **heads, model_type="mistral", vocab_size=97)
-    vision = dict(SMALL, model_type="pixtral", num_attention_heads=2, head_dim=8)
+    vision = dict(SMALL, model_type="pixtral", num_attention_heads=4, head_dim=8)
     config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=90, tie_word_embeddings=False)
     config.text_config.tie_word_embeddings = True
     Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
