@@ -62,7 +62,6 @@ def check_texts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [
-        ("deepseek", "DeepseekV3ForCausalLM"),
         ("mimo", "MiMoForCausalLM"),  # transformers computes it as Qwen2
         ("qwen", "Qwen3NextForCausalLM"),
     ],

@@ -101,7 +101,7 @@ def test_a_drafter_of_an_unknown_layout(verifier: Path, tmp_path: Path, method: 
 
 def test_a_published_drafter_of_another_verifier(verifier: Path, published: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "other"
-    write_checkpoint(other, "llama", num_hidden_layers=LAYERS, rope_parameters=None, hidden_size=32)
+    write_checkpoint(other, "llama", num_hidden_layers=1, rope_parameters=None, hidden_size=32)
     write_tokenizer(other)
     config = BuildConfig(drafters=(parse_drafter(f"first={published['first']}", ()),))
     with pytest.raises(CheckpointError, match="has hidden states of width 48, the verifier has 32"):
