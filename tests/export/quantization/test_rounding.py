@@ -1,12 +1,16 @@
-"""Blockwise quantization: bounds on the error, and exact zeros."""
+"""Blockwise quantization: bounds on the error, exact zeros, and the layout that ONNX Runtime reads."""
 
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from redraft.export.checkpoint.stored_grid import Grid
 from redraft.export.quantization import rounding
+from redraft.export.quantization.product_forms import Form, stored_arrays
 from redraft.export.quantization.rounding import BLOCK, codes_of, fit, values_of
 
 
@@ -69,3 +73,46 @@ def test_zero_rows_and_one_sided_blocks_are_exact_at_zero(bits):
     found = dequantize(weight, bits)
     assert (found[0] == 0).all()
     assert (found[2, 1::2] == 0).all()
+
+
+FORMS = [
+    (Form(8), 64, 0.02),
+    (Form(8), 172, 0.02),
+    (Form(4, zeros=True), 172, 0.2),
+    (Form(4, zeros=True, offsets=True), 64, 0.15),
+    (Form(8, 16, zeros=True, offsets=True), 96, 0.02),
+]
+
+
+@pytest.mark.parametrize(("form", "columns", "error"), FORMS)
+def test_onnx_runtime_reads_the_layout(form, columns, error):
+    """The product equals the one over the dequantized weight, up to the int8 activations of accuracy level 4."""
+    generator = np.random.default_rng(0)
+    weight = generator.standard_normal((24, columns)).astype(np.float32)
+    x = generator.standard_normal((3, columns)).astype(np.float32)
+    grid = fit(weight, form.bits, form.offsets)
+    codes = codes_of(weight, grid, form.bits)
+    rounded = values_of(codes, grid)[:, :columns]
+    codes, grid = codes.reshape(24, -1, form.block), grid.cut(BLOCK // form.block)
+    stored = stored_arrays(codes, grid, form)
+    parts = dict(zip(("codes", "scales", "zeros")[: 3 if form.zeros else 2], stored, strict=False))
+    if form.offsets:
+        sums = x.reshape(3, -1, form.block).sum(-1)
+        x = np.concatenate([x, sums], 1)
+    assert parts["codes"].shape[1] == form.blocks(columns)
+    assert x.shape[1] == form.columns(columns)
+    node = helper.make_node(
+        "MatMulNBits", ["x", *parts], ["y"], domain="com.microsoft",
+        K=x.shape[1], N=24, bits=form.bits, block_size=form.block, accuracy_level=4,
+    )  # fmt: skip
+    graph = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 24])],
+        [numpy_helper.from_array(v, k) for k, v in parts.items()],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
+    (y,) = onnxruntime.InferenceSession(onnx.ModelProto.SerializeToString(model)).run(None, {"x": x})
+    expected = x[:, :columns] @ rounded.T
+    assert np.abs(y - expected).max() < 0.02 * np.abs(expected).max()
+    assert np.abs(y - x[:, :columns] @ weight.T).max() < error * np.abs(expected).max()
