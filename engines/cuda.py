@@ -67,14 +67,6 @@ class Cuda:
         """Clear CUDA's last error, which CUDA would otherwise report for another launch."""
         self._runtime.cudaGetLastError()
 
-    def allocate(self, size: int) -> Memory:
-        """Allocate zeroed memory of the device."""
-        return Memory(self, size)
-
-    def pinned(self, size: int) -> Pinned:
-        """Allocate memory of the host that the device copies directly."""
-        return Pinned(self, size)
-
     def free_bytes(self) -> int:
         """Return the free bytes of the device's memory."""
         free, _ = self.call("cudaMemGetInfo")
@@ -160,7 +152,10 @@ class Memory:
 
 
 class Pinned:
-    """Memory of the host that is not paged out, freed with the object. `bytes` uint8[size]."""
+    """Memory of the host that is not paged out and that the device copies directly, freed with the object.
+
+    bytes: uint8[size].
+    """
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.address = int(cuda.call("cudaMallocHost", max(size, 1)))

@@ -18,7 +18,7 @@ import numpy as np
 from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact, CompactProgram, can_compact
-from redraft.engines.cuda import Cuda, Event, Graph
+from redraft.engines.cuda import Cuda, Event, Graph, Memory, Pinned
 from redraft.engines.device import (
     Array,
     Buffer,
@@ -66,7 +66,7 @@ class CudaDevice(Device):
         """Return the device memory of a graph's weights."""
 
     def empty(self, dtype: Dtype, *shape: int) -> CudaBuffer:
-        memory = self.cuda.allocate(byte_size(dtype, shape))
+        memory = Memory(self.cuda, byte_size(dtype, shape))
         return CudaBuffer(dtype, shape, memory.address, self.cuda, memory)
 
     def host_inputs(self, **shapes: tuple[int, ...]) -> PinnedInputs:
@@ -129,18 +129,15 @@ class CudaBuffer:
     host: Array | None = None
 
     def write(self, values: Array) -> None:
-        """Copy from the host, after all earlier work. The array may be reused at once."""
         check_values(self, values)
         self.cuda.write(self.address, np.ascontiguousarray(values))
 
     def read(self) -> Array:
-        """Wait for the device, and return a copy of the buffer on the host."""
         values = np.empty(self.shape, numpy_type(self.dtype))
         self.cuda.read(self.address, values)
         return values
 
     def part(self, *shape: int, start: int = 0) -> Self:
-        """Return the elements from `start` on under another shape, without a copy."""
         check_part(self, shape, start)
         return replace(self, shape=shape, address=self.address + byte_size(self.dtype, (start,)))
 
@@ -168,7 +165,7 @@ class PinnedInputs:
         for name, shape in shapes.items():
             places[name] = size
             size += -(-byte_size("int64", shape) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        memory, pinned = held = cuda.allocate(size), cuda.pinned(size)
+        memory, pinned = held = Memory(cuda, size), Pinned(cuda, size)
         self._values: dict[str, Array] = {}
         self.buffers: dict[str, CudaBuffer] = {}
         for name, shape in shapes.items():
@@ -181,7 +178,6 @@ class PinnedInputs:
         self.send = Send(cuda, copy, held)
 
     def open(self) -> Mapping[str, Array]:
-        """Return the arrays to fill. Waits for the device if their last copy may still run."""
         if self.send.at == self._cuda.waits:
             self._cuda.synchronize()
         return self._values
@@ -192,7 +188,7 @@ class PinnedOutputs:
 
     def __init__(self, cuda: Cuda, buffer: Buffer) -> None:
         size = byte_size(buffer.dtype, buffer.shape)
-        pinned = cuda.pinned(size)
+        pinned = Pinned(cuda, size)
         self.values: Array = pinned.bytes.view(numpy_type(buffer.dtype)).reshape(buffer.shape)
         copy = partial(cuda.copy, pinned.address, buffer.address, size, "cudaMemcpyDeviceToHost")
         self.fetch = CapturedRun(copy, (pinned, buffer))
@@ -220,7 +216,7 @@ class MoveProgram(Program):
 
 
 class Chain:
-    """Runs in order, captured at the second run: TensorRT must run once before a capture."""
+    """A `redraft.engines.device.Work`, captured at the second run: TensorRT must run once before a capture."""
 
     def __init__(self, cuda: Cuda, runs: tuple[Run, ...]) -> None:
         self.runs = runs
@@ -243,7 +239,6 @@ class Chain:
         self._warm = True
 
     def seconds(self) -> float:
-        """Return the device's time of the latest run, after a wait for the device; 0 before the first run."""
         return self._ended.seconds_since(self._began) if self._warm else 0.0
 
     def _capture(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,7 +25,6 @@ from redraft.engines.device import (
     copied_bytes,
     numpy_type,
 )
-from redraft.engines.manifest import GraphRecord
 from redraft.names import Dtype
 
 MOST_COPIED_BYTES = 64 << 20
@@ -34,8 +33,6 @@ they cannot share them. With more, the engine for trees does both: it is up to 5
 """
 BLOCK_ROWS = 128
 """Rows that the CPU's products sum at a time, or a multiple of that (`redraft.engines.lowering.order`)."""
-
-Arrays = Mapping[str, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,20 +55,16 @@ class HostBuffer:
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
         return int(self.host.ctypes.data)
 
     def write(self, values: Array) -> None:
-        """Copy from another array, which may be reused at once."""
         check_values(self, values)
         self.host[...] = values
 
     def read(self) -> Array:
-        """Return a copy of the buffer."""
         return self.host.copy()
 
     def part(self, *shape: int, start: int = 0) -> Self:
-        """Return the elements from `start` on under another shape, without a copy."""
         check_part(self, shape, start)
         elements = self.host.reshape(-1)[start : start + math.prod(shape)]
         return type(self)(self.dtype, shape, elements.reshape(shape))
@@ -98,8 +91,7 @@ class ArrayInputs:
         self.buffers = buffers
         self._values = {name: buffer.host for name, buffer in buffers.items()}
 
-    def open(self) -> Arrays:
-        """Return the arrays to fill."""
+    def open(self) -> Mapping[str, Array]:
         return self._values
 
     def send(self) -> None: ...
@@ -113,7 +105,6 @@ class ArrayOutputs:
         self.values = np.empty_like(source)
 
     def fetch(self) -> None:
-        """Copy the buffer to `values`."""
         self.values[...] = self._source
 
 
@@ -175,7 +166,7 @@ class HostDevice(Device):
 
         record = self.bundle.graph(graph)
         if not self.step_graphs and graph == names.STEP_GATHER_FEATURES:
-            return HostProgram(record, gather_features)
+            return GatherFeatures(record)
         if graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
             return CompactProgram(record, self, self._kernels)
         if graph == names.VERIFIER:
@@ -207,29 +198,18 @@ class InOrder:
         self._seconds = time.perf_counter() - started
 
     def seconds(self) -> float:
-        """Return the time of the latest run; 0 before the first run."""
         return self._seconds
 
 
-class HostProgram(Program):
-    """A function over arrays, which updates some of them, instead of a graph."""
-
-    def __init__(self, record: GraphRecord, function: Callable[[Arrays], None]) -> None:
-        super().__init__(record)
-        self._function = function
+class GatherFeatures(Program):
+    """`step.gather_features` in NumPy: row path[b, i] of features[b] goes to row offset[b] + i of pending[b]."""
 
     def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        arrays = {spec.name: array_of(buffers[spec.name]) for spec in self.inputs}
-        function = self._function
+        inputs = (names.FEATURE_ROWS, names.PATH, names.PENDING_FEATURES, names.PENDING_OFFSET)
+        features, paths, pending, offsets = (array_of(buffers[name]) for name in inputs)
 
         def run() -> None:
-            function(arrays)
+            for slot, (path, start) in enumerate(zip(paths, offsets.tolist(), strict=True)):
+                pending[slot, start : start + len(path)] = features[slot, path]
 
         return run
-
-
-def gather_features(arrays: Arrays) -> None:
-    """Copy row path[b, i] of features[b] to row pending_offset[b] + i of pending_features[b]."""
-    features, pending = arrays[names.FEATURE_ROWS], arrays[names.PENDING_FEATURES]
-    for slot, (rows, start) in enumerate(zip(arrays[names.PATH], arrays[names.PENDING_OFFSET].tolist(), strict=True)):
-        pending[slot, start : start + len(rows)] = features[slot, rows]

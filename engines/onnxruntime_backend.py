@@ -1,11 +1,11 @@
-"""Engines on ONNX Runtime's CPU kernels: arrays bound once, a prepared call for each shape, no copies."""
+"""Sessions of ONNX Runtime: options, providers that start or refuse, and checks against the manifest."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,6 @@ import onnxruntime as ort
 from redraft import names
 from redraft.cpus import default_threads
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Array
 from redraft.engines.host_memory import available_bytes, huge_pages
 from redraft.errors import BackendError, BundleError
 from redraft.names import TensorSpec
@@ -153,25 +152,6 @@ def _gpu_package() -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:_MESSAGE_CHARACTERS]
-
-
-def bound_call(
-    session: ort.InferenceSession, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
-) -> Callable[[], None]:
-    """Return a function without arguments that runs the session on these arrays with the least overhead."""
-    binding = session.io_binding()
-    values = {id(array): ort.OrtValue.ortvalue_from_numpy(array) for array in (*inputs.values(), *outputs.values())}
-    for name, array in inputs.items():
-        binding.bind_ortvalue_input(name, values[id(array)])
-    for name, array in outputs.items():
-        binding.bind_ortvalue_output(name, values[id(array)])
-    native, bound = session._sess, binding._iobinding
-    keep = (inputs, outputs, values, binding)
-
-    def run(_keep: object = keep) -> None:
-        native.run_with_iobinding(bound, None)
-
-    return run
 
 
 def session_options(threads: int | None, log: str) -> ort.SessionOptions:

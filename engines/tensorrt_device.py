@@ -160,7 +160,7 @@ class EngineProgram(Program):
         self._links = {name: cache for name in self._has if (cache := names.linked(name))}
         host = device.tensorrt.TensorLocation.HOST
         self._on_host = frozenset(name for name in self._has if engine.get_tensor_location(name) == host)
-        self._scratch = device.cuda.allocate(engine.device_memory_size_v2)
+        self._scratch = Memory(device.cuda, engine.device_memory_size_v2)
         self._written: dict[str, Memory] = {}
 
     def _bind(self, buffers: Mapping[str, Buffer]) -> EngineRun:
@@ -197,7 +197,7 @@ class EngineProgram(Program):
         size = byte_size(buffer.dtype, buffer.shape)
         scratch = self._written.get(spec.name)
         if scratch is None or scratch.size < size:  # runs of one engine never overlap, and share the largest one's
-            scratch = self._written[spec.name] = self._device.cuda.allocate(size)
+            scratch = self._written[spec.name] = Memory(self._device.cuda, size)
         run.copies.append((buffer.address, scratch, size))
         return scratch.address
 

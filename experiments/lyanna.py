@@ -35,7 +35,7 @@ from redraft.cli.console import print_table
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.calls import Call, Calls
 from redraft.engines.host_memory import huge_pages
-from redraft.engines.onnxruntime_backend import bound_call, session_options
+from redraft.engines.onnxruntime_backend import session_options
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.errors import BundleError
 from redraft.methods.lyanna import METHOD, LyannaShape
@@ -220,7 +220,17 @@ def _stage_call(session: ort.InferenceSession, rows: int, shape: LyannaShape) ->
     outputs: dict[str, NDArray[Any]] = {
         spec.name: np.zeros((1, rows, spec.shape[2]), types[spec.type]) for spec in session.get_outputs()
     }
-    return bound_call(session, {taken.name: values}, outputs)
+    binding = session.io_binding()
+    for name, array, bind in (
+        (taken.name, values, binding.bind_input),
+        *((name, array, binding.bind_output) for name, array in outputs.items()),
+    ):
+        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+    def run(_keep: object = (values, outputs)) -> None:
+        session.run_with_iobinding(binding)
+
+    return run
 
 
 def _blocks_in_turn(calls: Mapping[str, tuple[Run, int]]) -> dict[str, list[float]]:

@@ -34,7 +34,6 @@ from redraft.engines.lowering.nodes import MICROSOFT, Nodes
 from redraft.engines.lowering.single import (
     ChainAttention,
     SingleAttention,
-    attribute,
     fits_chain,
     fits_single,
 )
@@ -164,11 +163,11 @@ def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
     """
     total = norm.inputs[0]
     add = total.producer() if total is not None else None
-    if total is None or add is None or add.op_type != "Add" or attribute(norm, "axis", -1) != -1:
+    if total is None or add is None or add.op_type != "Add" or norm.attributes.get_int("axis", -1) != -1:
         return
     if any(x is not None and x.shape is not None and x.shape.rank() != 3 for x in add.inputs):
         return
-    epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
+    epsilon = norm.attributes.get_float("epsilon", 1e-5)
     fused = ir.node(
         "SkipSimplifiedLayerNormalization",
         [*add.inputs, norm.inputs[1]],

@@ -13,7 +13,7 @@ from onnx_ir.convenience import replace_nodes_and_values
 from redraft import names
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
 from redraft.engines.lowering.order import RowOrder
-from redraft.engines.lowering.single import attribute, head_dim, packed_rotary
+from redraft.engines.lowering.single import head_dim, packed_rotary
 
 _LARGEST_PART = 128
 """Numbers of a head to multiply at once. With more, the kernels' own blocks depend on the keys and the threads."""
@@ -45,7 +45,7 @@ class BatchAttention:
         """Replace a TreeAttention node by products."""
         make, order, size = self._nodes.node, self._order, head_dim(node)
         q_heads, kv_heads, window, chunk = (
-            attribute(node, name, 0) for name in ("q_heads", "kv_heads", "window", "chunk")
+            node.attributes.get_int(name, 0) for name in ("q_heads", "kv_heads", "window", "chunk")
         )
         groups = q_heads // kv_heads
         inputs = [value for value in node.inputs if value is not None]
@@ -79,7 +79,7 @@ class BatchAttention:
         qkv, rotary = packed
         plain, v = self._nodes.split(self._by_head(qkv, q_heads + 2 * kv_heads), 1, q_heads + kv_heads, kv_heads)
         tables = [value for value in rotary.inputs[1:4] if value is not None]
-        interleaved = attribute(rotary, "interleaved", 0)
+        interleaved = rotary.attributes.get_int("interleaved", 0)
         turned = self._nodes.node("RotaryEmbedding", [plain, *tables], interleaved=interleaved)
         return [*self._nodes.split(turned, 1, q_heads, kv_heads), v]
 

@@ -77,7 +77,7 @@ class SingleAttention:
 
     def _bias(self, node: ir.Node) -> ir.Value | None:
         """Return the bias of the scores, float32 [1, 1, U, total]: 0 for visible rows. The kernel hides later rows."""
-        key = attribute(node, "window", 0), attribute(node, "chunk", 0)
+        key = node.attributes.get_int("window", 0), node.attributes.get_int("chunk", 0)
         if self._chains and not any(key):
             return None
         if key not in self._biases and self._chains:
@@ -173,15 +173,15 @@ class ChainAttention:
 
 def fits_chain(node: ir.Node) -> bool:
     """Return True if the kernel supports this layer, which sees all rows before it."""
-    sees_all = not attribute(node, "window", 0) and not attribute(node, "chunk", 0)
+    sees_all = not node.attributes.get_int("window", 0) and not node.attributes.get_int("chunk", 0)
     return sees_all and head_dim(node) % _HEAD_MULTIPLE == 0
 
 
 def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.Value, ...], dict[str, Any]]:
     """Return the kernel's inputs: q, k and v, cosines and sines if it rotates, and its attributes."""
     attributes: dict[str, Any] = {
-        "num_heads": attribute(node, "q_heads", 0),
-        "kv_num_heads": attribute(node, "kv_heads", 0),
+        "num_heads": node.attributes.get_int("q_heads", 0),
+        "kv_num_heads": node.attributes.get_int("kv_heads", 0),
         "scale": node.attributes["scale"].as_float(),
         "softcap": node.attributes["softcap"].as_float(),
     }
@@ -189,7 +189,7 @@ def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.V
     if packed is None:
         return tuple(node.inputs[:3]), (), attributes
     qkv, rotary = packed
-    attributes |= {"do_rotary": 1, "rotary_interleaved": attribute(rotary, "interleaved", 0)}
+    attributes |= {"do_rotary": 1, "rotary_interleaved": rotary.attributes.get_int("interleaved", 0)}
     return (qkv, None, None), tuple(table for table in rotary.inputs[1:3] if table is not None), attributes
 
 
@@ -198,11 +198,6 @@ def head_dim(node: ir.Node) -> int:
     cache = node.inputs[3]
     size = cache.shape[3] if cache is not None and cache.shape is not None else 0
     return size if isinstance(size, int) else 0
-
-
-def attribute(node: ir.Node, name: str, default: int) -> int:
-    """Return an integer attribute."""
-    return node.attributes[name].as_int() if name in node.attributes else default
 
 
 def packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
@@ -220,7 +215,7 @@ def packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
         and all(len(value.uses()) == 1 for value in (*split.outputs, q, k) if value is not None)
     )
     same = all(a is b for a, b in zip(first.inputs[1:], second.inputs[1:], strict=True))
-    plain = all(attribute(r, "rotary_embedding_dim", 0) == 0 for r in (first, second))
+    plain = all(r.attributes.get_int("rotary_embedding_dim", 0) == 0 for r in (first, second))
     packed = split.inputs[0] if split is not None else None
     if packed is None or not (whole and same and plain and first.inputs[3] is node.inputs[6]):
         return None

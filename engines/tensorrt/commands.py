@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from redraft import names
+from redraft.engines.device import Array, sized
 from redraft.engines.drafters import drafter_of, measured_graphs
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import plugin
@@ -42,7 +42,6 @@ _COPIES = (
     "plugin copies each cache in every call. redraft binds them at one address"
 )
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-Integers = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
 def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest) -> Command:
     sizes = {"B": 1, "T": _ROWS, "M": _DRAFTED, "R": _ROWS, "C": _capacity(graph, record, manifest)}
     shapes = {
-        spec.name: [dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape]
+        spec.name: sized(spec.shape, sizes)
         for spec in record.inputs
         if any(isinstance(dim, str) for dim in spec.shape)  # a fixed input's sizes would be read as its values
     }
@@ -219,7 +218,7 @@ def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]
     return spec.integers(drafter.shape) if drafter and spec else {}
 
 
-def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
+def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Array]:
     """Return the integers of the call that a profile is tuned for: a chain after as many rows as fit before it."""
     record, own = manifest.all_graphs[graph], own_integers(graph, manifest)
     sizes = profile.sizes(record.inputs, "opt")
@@ -232,8 +231,8 @@ def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, 
 def _values(
     spec: TensorSpec, sizes: Mapping[str, int], cache_len: int, rows: int, vocabulary: int,
     own: Mapping[str, tuple[int, int]],
-) -> Integers:  # fmt: skip
-    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+) -> Array:  # fmt: skip
+    shape = sized(spec.shape, sizes)
     random = np.random.default_rng(0)
     values: Mapping[str, Any] = {
         names.TOKEN_IDS: random.integers(0, vocabulary, shape),

@@ -77,9 +77,9 @@ def expand_maxima(model: ir.Model) -> None:
 def _axis(node: ir.Node) -> int | None:
     """Return the axis of a node that keeps it; None if there are several."""
     if node.op_type == "LogSoftmax":
-        return _integer(node, "axis", -1)
+        return node.attributes.get_int("axis", -1)
     axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
-    single = axes is not None and axes.size == 1 and _integer(node, "keepdims", 1)
+    single = axes is not None and axes.size == 1 and node.attributes.get_int("keepdims", 1)
     return int(axes.numpy().item()) if axes is not None and single else None
 
 
@@ -104,10 +104,11 @@ def _log_sum_exp(to: Rewriter, x: ir.Value | None, axis: int) -> Any:
 
 def _normalize(to: Rewriter, node: ir.Node) -> None:
     x, gain = node.inputs[0], node.inputs[1]
-    if x is None or x.dtype is None or _integer(node, "axis", -1) != -1 or _integer(node, "stash_type", 1) != 1:
+    usual = node.attributes.get_int("axis", -1) == -1 and node.attributes.get_int("stash_type", 1) == 1
+    if x is None or x.dtype is None or not usual:
         return
     wide = x if x.dtype == ir.DataType.FLOAT else to.node("Cast", [x], to=ir.DataType.FLOAT)
-    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
     mean = to.node("ReduceMean", [to.node("Mul", [wide, wide]), to.constant([-1])], keepdims=1)
     norm = to.node("Sqrt", [to.node("Add", [mean, to.constant(epsilon, np.float32)])])
     normed = to.node("Div", [wide, norm])
@@ -118,12 +119,12 @@ def _normalize(to: Rewriter, node: ir.Node) -> None:
 
 def _rotate(to: Rewriter, node: ir.Node) -> None:
     x, cos, sin, positions = (*node.inputs, None)[:4]
-    heads = _integer(node, "num_heads", 0)
+    heads = node.attributes.get_int("num_heads", 0)
     known = x is not None and x.shape is not None and x.shape.rank() == 3 and isinstance(x.shape[2], int)
-    if not known or not heads or positions is None or cos is None or _integer(node, "interleaved", 0):
+    if not known or not heads or positions is None or cos is None or node.attributes.get_int("interleaved", 0):
         return
     size = int(x.shape[2]) // heads  # type: ignore[union-attr, arg-type, index]
-    half = (_integer(node, "rotary_embedding_dim", 0) or size) // 2
+    half = (node.attributes.get_int("rotary_embedding_dim", 0) or size) // 2
     rest = size - 2 * half
     split = to.node("Reshape", [x, to.constant([0, 0, heads, size])])  # [B, T, H, D]
     lengths = to.constant([half, half, *([rest] if rest else [])])
@@ -140,10 +141,6 @@ def _rotate(to: Rewriter, node: ir.Node) -> None:
 def _at(to: Rewriter, table: ir.Value | None, positions: ir.Value) -> Any:
     """Return rows of a table [P, R / 2] at positions [B, T], for every head: [B, T, 1, R / 2]."""
     return to.node("Unsqueeze", [to.node("Gather", [table, positions]), to.constant([2])])
-
-
-def _integer(node: ir.Node, name: str, default: int) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else default
 
 
 _FORMS = {"RMSNormalization": _normalize, "RotaryEmbedding": _rotate}
