@@ -14,18 +14,20 @@ from redraft.engines import onnxruntime_device
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda
-from redraft.engines.onnxruntime_backend import load_session
+from redraft.engines.onnxruntime_backend import Provider, load_session
 from redraft.engines.onnxruntime_device import CPU, CUDA, NO_WAITING, OnnxRuntimeCuda
 from tests.standins.cuda import FakeCuda
 
 
 class QueuedSession:
-    """A session on a GPU that reads the inputs `host` on the host."""
+    """A session on a GPU. host: inputs that it reads on the host.   assignment: its nodes by provider."""
 
-    def __init__(self, session: ort.InferenceSession, cuda: FakeCuda, host: Sequence[str] = (names.KV_LEN,)) -> None:
+    host: Sequence[str] = (names.KV_LEN,)
+    assignment: Sequence[Any] = ()
+
+    def __init__(self, session: ort.InferenceSession, cuda: FakeCuda) -> None:
         self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
-        self.get_provider_graph_assignment_info = lambda: []
-        self.host = host
+        self.get_provider_graph_assignment_info = lambda: self.assignment
         self.bound: dict[str, tuple[str, int]] = {}
         self._session = session
         self._cuda = cuda
@@ -62,18 +64,13 @@ def onnxruntime_cuda(
     """A device over the fakes, while the patch lasts."""
     fake = cuda or FakeCuda()
 
-    def load(
-        bundle: Bundle,
-        graph: str,
-        threads: int | None,
-        provider: tuple[str, dict[str, str]] = (CPU, {}),
-        log: str = "error",
-    ) -> Any:
+    def load(bundle: Bundle, graph: str, threads: int | None, provider: Provider = (CPU, {}), **log: str) -> Any:
         name, options = provider
+        session = load_session(bundle, graph, threads, (CPU, {}))
         if name == CPU:
-            return load_session(bundle, graph, threads, provider)
+            return session
         assert (name, options["user_compute_stream"]) == (CUDA, str(FakeCuda.STREAM))
-        return QueuedSession(load_session(bundle, graph, threads, (CPU, {})), fake)
+        return QueuedSession(session, fake)
 
     patch.setattr(onnxruntime_device, "load_session", load)
     return OnnxRuntimeCuda(bundle, Cuda(fake, 1 << 12), kernels, 1)

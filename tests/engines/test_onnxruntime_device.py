@@ -25,7 +25,6 @@ from redraft.engines.onnxruntime_device import (
 from redraft.errors import BackendError, BundleError
 from tests.standins.cuda import FakeCuda
 
-from . import fake_onnxruntime
 from .bundles import buffers_of, write_bundle
 from .fake_onnxruntime import QueuedSession, onnxruntime_cuda
 
@@ -72,22 +71,6 @@ def test_a_build_without_cuda_is_refused_in_one_line(bundle: Bundle) -> None:
         open_device(bundle, "cuda")
 
 
-class Falling(QueuedSession):
-    """A session on a GPU that left kinds of nodes to the CPU."""
-
-    kinds: tuple[str, ...] = ()
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.get_provider_graph_assignment_info = lambda: [Assigned(CPU, self.kinds)]
-
-
-def loaded(patch: pytest.MonkeyPatch, host: tuple[str, ...], kinds: tuple[str, ...]) -> None:
-    """Let sessions read `host` on the host and leave `kinds` to the CPU."""
-    patch.setattr(fake_onnxruntime, "QueuedSession", lambda session, cuda: Falling(session, cuda, host))
-    patch.setattr(Falling, "kinds", kinds)
-
-
 @pytest.fixture
 def gpu(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> OnnxRuntimeCuda:
     return onnxruntime_cuda(bundle, monkeypatch)
@@ -120,7 +103,7 @@ def test_sizes_are_bound_in_host_memory(bundle: Bundle, gpu: OnnxRuntimeCuda) ->
 def test_falling_back_is_loud(
     bundle: Bundle, gpu: OnnxRuntimeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded(monkeypatch, (names.KV_LEN,), ("Shape", "Attention"))
+    monkeypatch.setattr(QueuedSession, "assignment", [Assigned(CPU, ("Shape", "Attention"))])
     gpu.program(names.VERIFIER)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -130,7 +113,7 @@ def test_falling_back_is_loud(
 def test_an_input_that_only_the_device_knows_is_not_read_on_the_host(
     bundle: Bundle, gpu: OnnxRuntimeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded(monkeypatch, (names.TREE_MASK,), ())
+    monkeypatch.setattr(QueuedSession, "host", (names.TREE_MASK,))
     with pytest.raises(BundleError, match="leaves nodes that read tree_mask to the CPU"):
         gpu.program(names.VERIFIER)
 

@@ -34,7 +34,16 @@ from redraft.engines.tensorrt_records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError, BundleError, UsageError
 from tests.runtime.devices import tensorrt_device as over_fakes
 from tests.standins.cuda import FakeCuda, Status
-from tests.standins.tensorrt import FakeTensorRt, Profile, write_engine
+from tests.standins.tensorrt import (
+    Context,
+    Engine,
+    FakeTensorRt,
+    Profile,
+    RuntimeCache,
+    RuntimeConfig,
+    write_engine,
+)
+from tests.standins.tensorrt_build import ILogger
 
 from .bundles import buffers_of, manifest_of, write_bundle
 from .graphs import Decoder
@@ -213,21 +222,16 @@ def test_what_cannot_be_captured_runs_in_order_and_says_so_once(make: Make, capl
 
 
 def test_memory_is_given_back(make: Make) -> None:
+    """That of buffers with their last part, and that of programs once they are done."""
     device = make()
     cuda, _ = fakes(device)
     held = cuda.held()
     buffer = device.empty("float32", 100, 10)
     part = buffer.part(10, 10)
-    assert cuda.held() == held + 4000
     del buffer
     assert cuda.held() == held + 4000
     del part
     assert cuda.held() == held
-
-
-def test_closing_lets_go_of_programs_once_they_are_done(make: Make) -> None:
-    device = make()
-    cuda, _ = fakes(device)
     done: list[bool] = []
     gone: list[list[bool]] = []
     weakref.finalize(device.program(names.VERIFIER), lambda: gone.append([*done]))
@@ -239,9 +243,9 @@ def test_closing_lets_go_of_programs_once_they_are_done(make: Make) -> None:
 def test_at_the_end_of_the_process_the_driver_gives_all_back(root: Path) -> None:
     """A call of ours could come when the driver has gone already."""
     script = (
-        "from redraft.engines.cuda import Cuda; from tests.standins.cuda import FakeCuda\n"
+        "from redraft.engines.cuda import Cuda, Memory; from tests.standins.cuda import FakeCuda\n"
         "FakeCuda.cudaFree = FakeCuda.cudaFreeHost = FakeCuda.cudaStreamDestroy = lambda *_: print('called')\n"
-        "cuda = Cuda(FakeCuda()); memory = cuda.allocate(8)\n"
+        "cuda = Cuda(FakeCuda()); memory = Memory(cuda, 8)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout + done.stderr == ""
@@ -332,9 +336,7 @@ def test_an_engine_that_does_not_load_is_refused(
 def test_a_graph_without_an_engine_is_named_with_what_mends_it(bundle: Bundle, make: Make) -> None:
     record = bundle.graph(names.VERIFIER)
     of_graphs = signatures.step_signatures(DECODER.shape, gathers=False)
-    graphs = {
-        names.VERIFIER: record, **{name: GraphRecord("x.onnx", *of_graphs[name]) for name in of_graphs}
-    }  # fmt: skip
+    graphs = {names.VERIFIER: record, **{name: GraphRecord("x.onnx", *of_graphs[name]) for name in of_graphs}}
     device = make()
     device._bundle = Bundle(bundle.path, manifest_of(DECODER, graphs=graphs))
     with pytest.raises(
@@ -366,19 +368,19 @@ def installed(monkeypatch: pytest.MonkeyPatch, bundle: Bundle, tmp_path: Path) -
     cuda, asked = FakeCuda(), {}
     tensorrt = FakeTensorRt(cuda)
     write_engine(tmp_path / "v.engine", (bundle.path / "verifier.onnx").resolve(), updates=True)
-    monkeypatch.setattr(
-        tensorrt_device, "find_target", lambda gpu, product: Target("10.13.3", Gpu("GPU", (9, 0), 1, 1))
-    )
-    monkeypatch.setattr(tensorrt_device, "find_gpu", lambda: None)
-    monkeypatch.setattr(tensorrt_device, "import_tensorrt", lambda product: tensorrt)
-    monkeypatch.setattr(tensorrt_device, "open_cuda", lambda: Cuda(cuda))
-    monkeypatch.setattr(tensorrt_device, "load_plugin", lambda path, module: asked.update(plugin=path))
+    for name, fake in {
+        "find_target": lambda gpu, product: Target("10.13.3", Gpu("GPU", (9, 0), 1, 1)), "find_gpu": lambda: None,
+        "import_tensorrt": lambda product: tensorrt, "open_cuda": lambda: Cuda(cuda),
+        "load_plugin": lambda path, module: asked.update(plugin=path),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(tensorrt_device, name, fake)
     return asked
 
 
 def test_a_bundle_of_tensorrts_is_opened_with_its_plugin(
     bundle: Bundle, tmp_path: Path, installed: dict[str, Any]
 ) -> None:
+    """Not on another GPU than it was built for."""
     device = open_device(with_engines(bundle, tmp_path), "cuda")
     assert isinstance(device, TensorRtDevice)
     assert installed == {"plugin": bundle.path / "plugin.so"}
@@ -389,11 +391,10 @@ def test_a_bundle_of_tensorrts_is_opened_with_its_plugin(
     assert isinstance(device, TensorRtDevice)
     assert device.tensorrt.engine_host_code_allowed
     assert not installed
-
-
-def test_engines_for_another_gpu_are_refused(bundle: Bundle, tmp_path: Path, installed: dict[str, Any]) -> None:
     with pytest.raises(BackendError, match=r"the engines are for TensorRT .* on Another"):
         open_device(with_engines(bundle, tmp_path, gpu="Another"), "cuda")
+    with pytest.raises(UsageError, match="unknown device 'tpu'; choose one of cpu, cuda"):
+        open_device(bundle, "tpu")
 
 
 def test_without_a_driver_nothing_of_cuda_is_touched(
@@ -406,11 +407,6 @@ def test_without_a_driver_nothing_of_cuda_is_touched(
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
     with pytest.raises(BackendError, match="no CUDA driver"):
         cuda_module.open_cuda()
-
-
-def test_an_unknown_device_is_refused(bundle: Bundle) -> None:
-    with pytest.raises(UsageError, match="unknown device 'tpu'; choose one of cpu, cuda"):
-        open_device(bundle, "tpu")
 
 
 def test_what_was_compiled_for_the_gpu_is_kept(bundle: Bundle, make: Make, tmp_path: Path) -> None:
@@ -434,57 +430,46 @@ def test_what_was_compiled_for_the_gpu_is_kept(bundle: Bundle, make: Make, tmp_p
 
 # --- the real packages -----------------------------------------------------------------------------------------------
 
-CALLED = {
-    "": r"tensorrt\.([A-Z]\w+)",
-    "ILogger": r"\bILogger\.(\w+)",
-    "TensorLocation": r"\bTensorLocation\.(\w+)",
-    "ExecutionContextAllocationStrategy": r"\bExecutionContextAllocationStrategy\.(\w+)",
-    "Runtime": r"\b_runtime\.(\w+)",
-    "ICudaEngine": r"\b_?engine\.(\w+)",
-    "IExecutionContext": r"\b_?context\.(\w+)",
-    "IRuntimeConfig": r"\bconfig\.((?:set|create)_\w+)",
-    "IRuntimeCache": r"\bcache\.(\w+)",
-}
-"""Classes of TensorRT, and how the source calls their members."""
 RTX_ONLY = ("IRuntimeConfig", "IRuntimeCache", "create_runtime_config")
 
 
-def called(root: Path) -> list[tuple[str, str]]:
-    """Every class of TensorRT's package, and member of it, that the source names."""
-    text = "".join((root / "engines" / file).read_text() for file in ("tensorrt_device.py", "tensorrt/target.py"))
-    found = {(group, name) for group, pattern in CALLED.items() for name in re.findall(pattern, text)}
-    return sorted(
-        {*found, *(("DataType", name) for name in TYPES.values())}
-        - {("ICudaEngine", "file"), ("", "ComputeCapability")}
-    )
+def called() -> list[tuple[str, str]]:
+    """Classes of TensorRT's package and their members that the device uses: those of the stand-ins, and values."""
+    fakes = {
+        "ICudaEngine": Engine, "IExecutionContext": Context, "IRuntimeConfig": RuntimeConfig,
+        "IRuntimeCache": RuntimeCache, "ILogger": ILogger,
+    }  # fmt: skip
+    found = [(kind, name) for kind, fake in fakes.items() for name in vars(fake) if not name.startswith("_")]
+    return [
+        *found, *(("DataType", name) for name in TYPES.values()), ("TensorLocation", "HOST"),
+        ("ExecutionContextAllocationStrategy", "USER_MANAGED"), ("Runtime", "deserialize_cuda_engine"),
+        ("Runtime", "engine_host_code_allowed"),
+    ]  # fmt: skip
 
 
-def test_cuda_python_has_all_that_the_source_names(root: Path) -> None:
+def test_cuda_python_has_all_that_the_stand_in_has() -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime")
-    text = (root / "engines/cuda.py").read_text() + (root / "engines/cuda_device.py").read_text()
-    named = set(re.findall(r'"(cuda[A-Z]\w+)"', text)) | set(re.findall(r"[._]runtime\.(cuda\w+)", text))
-    assert len(named) > 20
-    groups = [runtime, runtime.cudaMemcpyKind, runtime.cudaStreamCaptureMode]
-    assert [name for name in named if not any(hasattr(group, name) for group in groups)] == []
+    assert [name for name in vars(FakeCuda) if name.startswith("cuda") and not hasattr(runtime, name)] == []
+    for group in ("cudaMemcpyKind", "cudaStreamCaptureMode"):
+        assert set(vars(getattr(FakeCuda, group))) <= set(dir(getattr(runtime, group)))
 
 
-def test_tensorrt_for_rtx_has_all_that_is_called(root: Path) -> None:
+def test_tensorrt_for_rtx_has_all_that_is_called() -> None:
     rtx = pytest.importorskip("tensorrt_rtx_bindings")
-    assert len(called(root)) > 30
-    assert [name for group, name in called(root) if not hasattr(getattr(rtx, group) if group else rtx, name)] == []
+    assert [name for group, name in called() if not hasattr(getattr(rtx, group), name)] == []
 
 
 @pytest.mark.skipif("REDRAFT_TENSORRT_PYTHON" not in os.environ, reason="REDRAFT_TENSORRT_PYTHON names no interpreter")
-def test_tensorrt_has_all_that_is_called(root: Path) -> None:
+def test_tensorrt_has_all_that_is_called() -> None:
     """In the interpreter named, where TensorRT or its lean runtime is installed; no driver is needed."""
     program = (
         "import importlib.util, json, sys\n"
         "name = 'tensorrt' if importlib.util.find_spec('tensorrt') else 'tensorrt_lean'\n"
         "found = __import__(name)\n"
-        "has = lambda group, name: hasattr(getattr(found, group) if group else found, name)\n"
-        "print(json.dumps([name for group, name in json.loads(sys.argv[1]) if not has(group, name)]))\n"
+        "wanted = json.loads(sys.argv[1])\n"
+        "print(json.dumps([name for group, name in wanted if not hasattr(getattr(found, group), name)]))\n"
     )
-    wanted = json.dumps([each for each in called(root) if not {*each} & {*RTX_ONLY}])
+    wanted = json.dumps([each for each in called() if not {*each} & {*RTX_ONLY}])
     python = os.environ["REDRAFT_TENSORRT_PYTHON"]
     result = subprocess.run([python, "-c", program, wanted], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
+from inspect import ismethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,8 +62,23 @@ class FakeCuda:
         self.kept = Status.cudaSuccess
         self._moment = 0
 
-    def put(self, work: Work) -> None:
+    def __getattribute__(self, name: str) -> Any:
+        """Let CUDA's functions answer like cuda-python's, by a status and the result."""
+        found = super().__getattribute__(name)
+        return partial(self._answer, found) if name.startswith("cuda") and ismethod(found) else found
+
+    def _answer(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+        found = function(*arguments)
+        if isinstance(found, tuple):
+            return found
+        if not isinstance(found, Status):
+            return Status.cudaSuccess, found
+        self.kept = found
+        return found, None
+
+    def put(self, work: Work, stream: int = STREAM) -> None:
         """Queue work, or add it to the graph that is being captured."""
+        assert stream == self.STREAM
         (self.queued if self.captured is None else self.captured).append(work)
 
     def held(self, kind: str = "device") -> int:
@@ -79,128 +95,105 @@ class FakeCuda:
                 return
         raise AssertionError(f"{size} bytes at {address:#x} are not in {kind} memory")
 
-    def cudaSetDevice(self, number: int) -> tuple[Status]:
-        return (Status.cudaSuccess,)
+    def cudaSetDevice(self, number: int) -> None: ...
 
     def cudaGetLastError(self) -> tuple[Status]:
         """Return the latest failure, stored until the next read."""
         kept, self.kept = self.kept, Status.cudaSuccess
         return (kept,)
 
-    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Status, int]:
+    def cudaStreamCreateWithFlags(self, flags: int) -> int:
         assert flags == self.cudaStreamNonBlocking
         self.living["stream"] += 1
-        return Status.cudaSuccess, self.STREAM
+        return self.STREAM
+
+    def cudaStreamDestroy(self, stream: int) -> None:
+        self._drain()
+        self.living["stream"] -= 1
+
+    def cudaStreamSynchronize(self, stream: int) -> Status | None:
+        if self.captured is not None:
+            return Status.cudaErrorStreamCaptureUnsupported
+        return self._drain()
 
     def cudaMemGetInfo(self) -> tuple[Status, int, int]:
         return Status.cudaSuccess, self.total - self.held(), self.total
 
-    def cudaMalloc(self, size: int) -> tuple[Status, int]:
+    def cudaMalloc(self, size: int) -> Status | int:
         if self.captured is not None:
-            return self._failed(Status.cudaErrorStreamCaptureUnsupported), 0
+            return Status.cudaErrorStreamCaptureUnsupported
         if self.held() + size > self.total:
-            return self._failed(Status.cudaErrorMemoryAllocation), 0
-        return Status.cudaSuccess, self._allocate("device", size)
+            return Status.cudaErrorMemoryAllocation
+        return self._allocate("device", size)
 
-    def cudaMallocHost(self, size: int) -> tuple[Status, int]:
-        return Status.cudaSuccess, self._allocate("pinned", size)
+    def cudaMallocHost(self, size: int) -> int:
+        return self._allocate("pinned", size)
 
-    def cudaStreamDestroy(self, stream: int) -> tuple[Status]:
-        assert stream == self.STREAM
-        self._drain()
-        self.living["stream"] -= 1
-        return (Status.cudaSuccess,)
-
-    def cudaFreeHost(self, address: int) -> tuple[Status]:
-        return self.cudaFree(address)
-
-    def cudaEventCreate(self) -> tuple[Status, int]:
-        self._moment += 1
-        self.living["event"] += 1
-        return Status.cudaSuccess, self._moment
-
-    def cudaEventDestroy(self, event: int) -> tuple[Status]:
-        self.moments.pop(event, None)
-        self.living["event"] -= 1
-        return (Status.cudaSuccess,)
-
-    def cudaEventRecord(self, event: int, stream: int) -> tuple[Status]:
-        assert stream == self.STREAM
-        assert self.captured is None, "the graph would keep the moment of the capture, not those of its runs"
-        self.put(partial(self._record, event))
-        return (Status.cudaSuccess,)
-
-    def cudaEventRecordWithFlags(self, event: int, stream: int, flags: int) -> tuple[Status]:
-        assert (stream, flags) == (self.STREAM, self.cudaEventRecordExternal)
-        assert self.captured is not None, "only a captured record may be external"
-        self.put(partial(self._record, event))
-        return (Status.cudaSuccess,)
-
-    def cudaEventElapsedTime(self, start: int, end: int) -> tuple[Status, float]:
-        waiting = {work.args[0] for work in self.queued if isinstance(work, partial)}
-        assert not waiting & {start, end}, "the events are not recorded yet"
-        return Status.cudaSuccess, (self.moments[end] - self.moments[start]) * 1e-6
-
-    def cudaFree(self, address: int) -> tuple[Status]:
+    def cudaFree(self, address: int) -> None:
         assert self.captured is None, "memory is freed while work is captured"
         self._drain()
         del self._memory[address]
         self._starts.remove(address)
-        return (Status.cudaSuccess,)
 
-    def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> tuple[Status]:
-        assert stream == self.STREAM
+    cudaFreeHost = cudaFree
+
+    def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> None:
         self.check("device", address, size)
-        self.put(lambda: ctypes.memset(address, value, size))
-        return (Status.cudaSuccess,)
+        self.put(lambda: ctypes.memset(address, value, size), stream)
 
-    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: str, stream: int) -> tuple[Status]:
-        assert stream == self.STREAM
+    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: str, stream: int) -> None:
         self.check("pinned" if kind == "from" else "device", target, size)
         self.check("pinned" if kind == "to" else "device", source, size)
         self.copies.append((kind, size))
-        self.put(lambda: ctypes.memmove(target, source, size))
-        return (Status.cudaSuccess,)
+        self.put(lambda: ctypes.memmove(target, source, size), stream)
 
-    def cudaStreamSynchronize(self, stream: int) -> tuple[Status]:
-        assert stream == self.STREAM
-        if self.captured is not None:
-            return (self._failed(Status.cudaErrorStreamCaptureUnsupported),)
-        self._drain()
-        return (Status.cudaSuccess,)
+    def cudaEventCreate(self) -> int:
+        self._moment += 1
+        self.living["event"] += 1
+        return self._moment
 
-    def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Status]:
+    def cudaEventDestroy(self, event: int) -> None:
+        self.moments.pop(event, None)
+        self.living["event"] -= 1
+
+    def cudaEventRecord(self, event: int, stream: int) -> None:
+        assert self.captured is None, "the graph would keep the moment of the capture, not those of its runs"
+        self.put(partial(self._record, event), stream)
+
+    def cudaEventRecordWithFlags(self, event: int, stream: int, flags: int) -> None:
+        assert flags == self.cudaEventRecordExternal
+        assert self.captured is not None, "only a captured record may be external"
+        self.put(partial(self._record, event), stream)
+
+    def cudaEventElapsedTime(self, start: int, end: int) -> float:
+        waiting = {work.args[0] for work in self.queued if isinstance(work, partial)}
+        assert not waiting & {start, end}, "the events are not recorded yet"
+        return (self.moments[end] - self.moments[start]) * 1e-6
+
+    def cudaStreamBeginCapture(self, stream: int, mode: int) -> None:
         assert self.captured is None
         self.captured = []
-        return (Status.cudaSuccess,)
 
-    def cudaStreamEndCapture(self, stream: int) -> tuple[Status, list[Work] | None]:
+    def cudaStreamEndCapture(self, stream: int) -> list[Work] | None:
         graph, self.captured = self.captured, None
         self.living["graph"] += 1
-        return Status.cudaSuccess, graph
+        return graph
 
-    def cudaGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Status, tuple[Work, ...]]:
+    def cudaGraphInstantiate(self, graph: list[Work], flags: int) -> list[Work]:
         assert graph, "an empty graph was captured"
         self.living["executable graph"] += 1
-        return Status.cudaSuccess, tuple(graph)
+        return graph
 
-    def cudaGraphLaunch(self, graph: tuple[Work, ...], stream: int) -> tuple[Status]:
+    def cudaGraphLaunch(self, graph: list[Work], stream: int) -> None:
         assert stream == self.STREAM
         self.queued.extend(graph)
         self.launches += 1
-        return (Status.cudaSuccess,)
 
-    def cudaGraphDestroy(self, graph: Any) -> tuple[Status]:
+    def cudaGraphDestroy(self, graph: Any) -> None:
         self.living["graph"] -= 1
-        return (Status.cudaSuccess,)
 
-    def cudaGraphExecDestroy(self, graph: Any) -> tuple[Status]:
+    def cudaGraphExecDestroy(self, graph: Any) -> None:
         self.living["executable graph"] -= 1
-        return (Status.cudaSuccess,)
-
-    def _failed(self, status: Status) -> Status:
-        self.kept = status
-        return status
 
     def _record(self, event: int) -> None:
         self.moments[event] = time.perf_counter_ns()
@@ -230,6 +223,5 @@ class QueuedKernels:
 
     def compact(self, args: Any, stream: int = 0) -> None:
         """Queue the kernel's launch."""
-        assert stream == self._cuda.STREAM
         self.launched += 1
-        self._cuda.put(lambda: self._kernels.compact(args))
+        self._cuda.put(lambda: self._kernels.compact(args), stream)

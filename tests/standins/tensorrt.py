@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
+from tests.engines.sessions import session_of
 from tests.standins.cuda import ALIGNMENT, POISON, FakeCuda
 from tests.standins.tensorrt_build import FakeBuilding, ILogger
 
@@ -78,19 +78,28 @@ class FakeTensorRt(FakeBuilding):
 
 
 class Engine:
-    """An ICudaEngine."""
+    """An ICudaEngine. inputs, outputs: TensorRT's type and the rank, by name."""
 
     device_memory_size_v2 = _SCRATCH
 
     def __init__(self, tensorrt: FakeTensorRt, values: dict[str, Any]) -> None:
         self.tensorrt = tensorrt
-        self.session = _session(values["graph"])
-        self.inputs, self.outputs = _tensors(self.session)
+        self.session = session_of(Path(values["graph"]))
+        self.inputs, self.outputs = (
+            {value.name: (_TYPES[value.type], len(value.shape)) for value in values}
+            for values in (self.session.get_inputs(), self.session.get_outputs())
+        )
         self.profiles: list[Profile] = values["profiles"]
-        self.num_optimization_profiles = len(self.profiles)
         self.host = values["host"]
         self.updates = values["updates"]
-        self.num_io_tensors = len(self.inputs) + len(self.outputs)
+
+    @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.profiles)
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.inputs) + len(self.outputs)
 
     def get_tensor_name(self, number: int) -> str:
         return [*self.inputs, *self.outputs][number]
@@ -123,26 +132,26 @@ class RuntimeConfig:
     """An IRuntimeConfig of TensorRT for RTX."""
 
     def __init__(self, tensorrt: FakeTensorRt) -> None:
-        self.tensorrt = tensorrt
         self.strategy = ""
         self.cache: RuntimeCache | None = None
+        self._caches = tensorrt.runtime_caches
 
     def set_execution_context_allocation_strategy(self, strategy: str) -> None:
         self.strategy = strategy
 
     def create_runtime_cache(self) -> RuntimeCache:
-        self.tensorrt.runtime_caches.append(RuntimeCache())
-        return self.tensorrt.runtime_caches[-1]
+        self._caches.append(RuntimeCache())
+        return self._caches[-1]
 
-    def set_runtime_cache(self, cache: RuntimeCache) -> bool:
+    def set_runtime_cache(self, cache: RuntimeCache) -> None:
         self.cache = cache
-        return True
 
 
 class RuntimeCache:
     """An IRuntimeCache, which takes what it wrote."""
 
-    loaded = b""
+    def __init__(self) -> None:
+        self.loaded = b""
 
     def deserialize(self, blob: bytes) -> bool:
         self.loaded = bytes(blob)
@@ -150,19 +159,6 @@ class RuntimeCache:
 
     def serialize(self) -> bytes:
         return b"compiled"
-
-
-def _session(graph: str) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-
-
-def _tensors(session: ort.InferenceSession) -> list[dict[str, tuple[str, int]]]:
-    """Inputs and outputs by name: TensorRT's type and the rank."""
-    both = (session.get_inputs(), session.get_outputs())
-    return [{value.name: (_TYPES[value.type], len(value.shape)) for value in values} for values in both]
 
 
 class Context:
