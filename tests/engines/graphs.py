@@ -1,4 +1,4 @@
-"""A small random decoder as a verifier graph, equal to the exporter's node for node, built without transformers."""
+"""A small random decoder as a verifier graph, with the exporter's operators, built without transformers."""
 
 from __future__ import annotations
 
@@ -46,36 +46,130 @@ class Decoder:
 
 
 class _Graph:
-    """Nodes and initializers in the order of their addition. The caller names values."""
+    """Nodes and initializers in the order of their addition. Values without a name get a number."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, seed: int) -> None:
         self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[onnx.TensorProto] = []
-        self._random = np.random.default_rng(decoder.seed)
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self._random = np.random.default_rng(seed)
 
-    def node(self, op: str, inputs: list[str], *outputs: str, domain: str = "", **attributes: object) -> str:
-        self.nodes.append(helper.make_node(op, inputs, list(outputs), domain=domain, **attributes))
-        return outputs[0]
+    def node(self, op: str, *inputs: str, out: str = "", outputs: tuple[str, ...] = (), **attributes: object) -> str:
+        """Add a node. Returns its output, or its first one."""
+        made = outputs or (out or f"{op}.{len(self.nodes)}",)
+        domain = names.TREE_ATTENTION_DOMAIN if op == names.TREE_ATTENTION else ""
+        self.nodes.append(helper.make_node(op, inputs, made, domain=domain, **attributes))
+        return made[0]
 
-    def constant(self, name: str, values: object, dtype: type = np.int64) -> str:
-        if name not in {tensor.name for tensor in self.initializers}:
-            self.initializers.append(numpy_helper.from_array(np.asarray(values, dtype), name))
+    def constant(self, name: str, values: object, dtype: type = np.float32) -> str:
+        self.initializers[name] = numpy_helper.from_array(np.asarray(values, dtype), name)
         return name
 
+    def ints(self, *values: int) -> str:
+        return self.constant(f"ints.{values}", values, np.int64)
+
     def weight(self, name: str, *shape: int) -> str:
-        values = self._random.standard_normal(shape) / np.sqrt(shape[-1])
-        return self.constant(name, values, np.float32)
+        return self.constant(name, self._random.standard_normal(shape) / np.sqrt(shape[-1]))
 
     def gain(self, name: str, size: int) -> str:
-        return self.constant(name, 1 + self._random.standard_normal(size) * 0.1, np.float32)
+        return self.constant(name, 1 + self._random.standard_normal(size) * 0.1)
 
-    def product(self, x: str, out: str, *weights: tuple[str, int], inner: int) -> str:
+    def norm(self, x: str, gain: str, size: int, out: str = "") -> str:
+        return self.node("RMSNormalization", x, self.gain(gain, size), out=out, axis=-1, epsilon=1e-5)
+
+    def product(self, x: str, inner: int, out: str = "", **outer: int) -> str:
         """x times the transpose of the stacked weights, each in the checkpoint's layout [outer, inner]."""
-        stored = [self.weight(name, outer, inner) for name, outer in weights]
-        if len(stored) > 1:
-            stored = [self.node("Concat", stored, f"{out}.stack", axis=0)]
-        return self.node("MatMul", [x, self.node("Transpose", stored, f"{out}.weight", perm=[1, 0])], out)
+        stored = [self.weight(name, size, inner) for name, size in outer.items()]
+        stack = self.node("Concat", *stored, axis=0) if len(stored) > 1 else stored[0]
+        return self.node("MatMul", x, self.node("Transpose", stack, perm=[1, 0]), out=out)
+
+    def split(self, x: str, **sizes: int) -> tuple[str, ...]:
+        """Parts of the last axis, by name."""
+        self.node("Split", x, self.ints(*sizes.values()), outputs=tuple(sizes), axis=-1)
+        return tuple(sizes)
+
+
+def verifier_model(decoder: Decoder) -> onnx.ModelProto:
+    """The portable graph, with the bodies of `redraft::TreeAttention`."""
+    from redraft.export.graph.tree_attention import OPSET, bodies
+
+    d, graph = decoder, _Graph(decoder.seed)
+    angles = np.arange(d.max_positions)[:, None] / 10000 ** (np.arange(0, d.head_dim, 2) / d.head_dim)
+    graph.constant("cos", np.cos(angles))
+    graph.constant("sin", np.sin(angles))
+    x = graph.node("Gather", graph.weight("embed", d.vocabulary, d.hidden), names.TOKEN_IDS)
+    for layer in range(d.layers):
+        x = _layer(graph, d, layer, x)
+    last = graph.norm(x, "norm", d.hidden, names.hidden_states("last"))
+    rows = graph.node("Expand", graph.node("Unsqueeze", names.OUTPUT_ROWS, graph.ints(2)), graph.ints(1, 1, d.hidden))
+    graph.product(graph.node("GatherElements", last, rows, axis=1), d.hidden, names.LOGITS, head=d.vocabulary)
+    inputs, outputs = (
+        [helper.make_tensor_value_info(spec.name, _TYPES[spec.dtype], spec.shape) for spec in specs]
+        for specs in (signatures.verifier_inputs(d.shape), signatures.verifier_outputs(d.shape, d.hidden_states))
+    )
+    return helper.make_model(
+        helper.make_graph(graph.nodes, "verifier", inputs, outputs, list(graph.initializers.values())),
+        functions=bodies(any(d.windows), sinks=d.sinks),
+        opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid(OPSET.domain, 1)],
+        ir_version=11,
+    )
+
+
+def _layer(graph: _Graph, d: Decoder, layer: int, x: str) -> str:
+    p = f"l{layer}."
+    attended = _attention(graph, d, layer, graph.norm(x, f"{p}norm1", d.hidden))
+    out = graph.product(attended, d.q_heads * d.head_dim, **{f"{p}wo": d.hidden})
+    if d.biased_norm:
+        out = graph.norm(graph.node("Add", out, graph.gain(f"{p}o_bias", d.hidden)), f"{p}norm_o", d.hidden)
+    x = graph.node("Add", x, out)
+    packed = graph.product(graph.norm(x, f"{p}norm2", d.hidden), d.hidden, **{f"{p}wg": d.mlp, f"{p}wu": d.mlp})
+    gate, up = graph.split(packed, **{f"{p}gate": d.mlp, f"{p}up": d.mlp})
+    act = graph.node("Swish", gate) if d.swish else graph.node("Mul", gate, graph.node("Sigmoid", gate))
+    down = graph.product(graph.node("Mul", act, up), d.mlp, **{f"{p}wd": d.hidden})
+    return graph.node("Add", x, down, out=names.hidden_states(str(layer)) if str(layer) in d.hidden_states else "")
+
+
+def _attention(graph: _Graph, d: Decoder, layer: int, x: str) -> str:
+    p, q, kv = f"l{layer}.", d.q_heads * d.head_dim, d.kv_heads * d.head_dim
+    packed = graph.product(x, d.hidden, **{f"{p}wq": q, f"{p}wk": kv, f"{p}wv": kv})
+    if d.qkv_bias:
+        packed = graph.node("Add", packed, graph.weight(f"{p}bias", q + 2 * kv))
+    parts = graph.split(packed, **{f"{p}q": q, f"{p}k": kv, f"{p}v": kv})
+    rotated = [
+        graph.node("RotaryEmbedding", _head_norm(graph, d, part, heads), "cos", "sin", names.POSITIONS, num_heads=heads)
+        for part, heads in zip(parts, (d.q_heads, d.kv_heads), strict=False)
+    ]
+    caches = names.key_cache(layer), names.value_cache(layer)
+    sinks = [graph.gain(f"{p}sinks", d.q_heads)] if d.sinks else []
+    return graph.node(
+        names.TREE_ATTENTION, *rotated, parts[2], *caches,
+        names.TREE_MASK, names.POSITIONS, names.CACHE_LEN, names.KV_LEN, *sinks,
+        outputs=(f"{p}attended", *map(names.present, caches)), scale=float(d.head_dim**-0.5), softcap=d.softcap,
+        window=d.windows[layer] if d.windows else 0, q_heads=d.q_heads, kv_heads=d.kv_heads,
+    )  # fmt: skip
+
+
+def _head_norm(graph: _Graph, d: Decoder, x: str, heads: int) -> str:
+    if not d.qk_norm:
+        return x
+    split = graph.node("Reshape", x, graph.ints(0, 0, heads, d.head_dim))
+    return graph.node("Reshape", graph.norm(split, f"{x}.gain", d.head_dim), graph.ints(0, 0, -1))
+
+
+def save_verifier(decoder: Decoder, folder: Path) -> Path:
+    """Write the portable graph of `decoder` to folder/verifier.onnx."""
+    path = folder / "verifier.onnx"
+    onnx.save(verifier_model(decoder), path)
+    return path
+
+
+def stored_outside(decoder: Decoder, folder: Path, backwards: bool = False) -> Path:
+    """The portable graph with its weights in a file, as the exporter writes them, or in the opposite order."""
+    model = verifier_model(decoder)
+    if backwards:
+        model.graph.initializer.reverse()
+    path = folder / "verifier.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=64)
+    return path
 
 
 def for_onnxruntime(file: Path) -> Path:
@@ -100,127 +194,3 @@ def restore_bodies(model: onnx.ModelProto) -> onnx.ModelProto:
     model.functions.extend(bodies(False))
     model.opset_import.append(helper.make_opsetid(names.TREE_ATTENTION_DOMAIN, 1))
     return model
-
-
-def verifier_model(decoder: Decoder) -> onnx.ModelProto:
-    """The portable graph, with the bodies of `redraft::TreeAttention`."""
-    graph = _Graph(decoder)
-    _tables(graph)
-    hidden = graph.node("Gather", [graph.weight("embed", decoder.vocabulary, decoder.hidden), names.TOKEN_IDS], "h0")
-    for layer in range(decoder.layers):
-        hidden = _layer(graph, layer, hidden)
-    last = graph.node(
-        "RMSNormalization",
-        [hidden, graph.gain("norm", decoder.hidden)],
-        names.hidden_states("last"),
-        axis=-1,
-        epsilon=1e-5,
-    )
-    rows = graph.node("Unsqueeze", [names.OUTPUT_ROWS, graph.constant("last_axis", [2])], "rows")
-    wide = graph.node("Expand", [rows, graph.constant("wide", [1, 1, decoder.hidden])], "rows.wide")
-    picked = graph.node("GatherElements", [last, wide], "picked", axis=1)
-    graph.product(picked, names.LOGITS, ("head", decoder.vocabulary), inner=decoder.hidden)
-    return _model(graph)
-
-
-def _tables(graph: _Graph) -> None:
-    d = graph.decoder
-    angles = np.arange(d.max_positions)[:, None] / 10000 ** (np.arange(0, d.head_dim, 2) / d.head_dim)
-    graph.constant("cos", np.cos(angles), np.float32)
-    graph.constant("sin", np.sin(angles), np.float32)
-
-
-def _layer(graph: _Graph, layer: int, x: str) -> str:
-    d, p = graph.decoder, f"l{layer}."
-    y = graph.node("RMSNormalization", [x, graph.gain(p + "norm1", d.hidden)], p + "y", axis=-1, epsilon=1e-5)
-    out = graph.product(_attention(graph, layer, y), p + "o", (p + "wo", d.hidden), inner=d.q_heads * d.head_dim)
-    if d.biased_norm:
-        out = graph.node("Add", [out, graph.gain(p + "o_bias", d.hidden)], p + "o_biased")
-        out = graph.node("RMSNormalization", [out, graph.gain(p + "norm_o", d.hidden)], p + "o_normed", axis=-1)
-    x = graph.node("Add", [x, out], p + "x1")
-    y = graph.node("RMSNormalization", [x, graph.gain(p + "norm2", d.hidden)], p + "z", axis=-1, epsilon=1e-5)
-    graph.product(y, p + "gate_up", (p + "wg", d.mlp), (p + "wu", d.mlp), inner=d.hidden)
-    graph.node("Split", [p + "gate_up", graph.constant("halves", [d.mlp, d.mlp])], p + "gate", p + "up", axis=-1)
-    if d.swish:
-        graph.node("Swish", [p + "gate"], p + "act")
-    else:
-        graph.node("Mul", [p + "gate", graph.node("Sigmoid", [p + "gate"], p + "sigmoid")], p + "act")
-    graph.node("Mul", [p + "act", p + "up"], p + "mlp")
-    down = graph.product(p + "mlp", p + "down", (p + "wd", d.hidden), inner=d.mlp)
-    return graph.node("Add", [x, down], names.hidden_states(str(layer)) if str(layer) in d.hidden_states else p + "x2")
-
-
-def _attention(graph: _Graph, layer: int, y: str) -> str:
-    d, p = graph.decoder, f"l{layer}."
-    q, kv = d.q_heads * d.head_dim, d.kv_heads * d.head_dim
-    qkv = graph.product(y, p + "qkv", (p + "wq", q), (p + "wk", kv), (p + "wv", kv), inner=d.hidden)
-    if d.qkv_bias:
-        qkv = graph.node("Add", [qkv, graph.weight(p + "bias", q + 2 * kv)], p + "qkv_biased")
-    graph.node("Split", [qkv, graph.constant("parts", [q, kv, kv])], p + "q", p + "k", p + "v", axis=-1)
-    rotated = [
-        graph.node(
-            "RotaryEmbedding",
-            [_head_norm(graph, p + name, heads), "cos", "sin", names.POSITIONS],
-            f"{p}{name}.rotated",
-            num_heads=heads,
-        )
-        for name, heads in (("q", d.q_heads), ("k", d.kv_heads))
-    ]
-    key, value = names.key_cache(layer), names.value_cache(layer)
-    sinks = [graph.gain(p + "sinks", d.q_heads)] if d.sinks else []
-    return graph.node(
-        names.TREE_ATTENTION,
-        [*rotated, p + "v", key, value, names.TREE_MASK, names.POSITIONS, names.CACHE_LEN, names.KV_LEN, *sinks],
-        p + "attended",
-        names.present(key),
-        names.present(value),
-        domain=names.TREE_ATTENTION_DOMAIN,
-        scale=float(d.head_dim**-0.5),
-        softcap=d.softcap,
-        window=d.windows[layer] if d.windows else 0,
-        q_heads=d.q_heads,
-        kv_heads=d.kv_heads,
-    )
-
-
-def _head_norm(graph: _Graph, x: str, heads: int) -> str:
-    d = graph.decoder
-    if not d.qk_norm:
-        return x
-    split = graph.node("Reshape", [x, graph.constant(f"heads{heads}", [0, 0, heads, d.head_dim])], x + ".heads")
-    normed = graph.node("RMSNormalization", [split, graph.gain(x + ".gain", d.head_dim)], x + ".normed", axis=-1)
-    return graph.node("Reshape", [normed, graph.constant("flat", [0, 0, -1])], x + ".flat")
-
-
-def _model(graph: _Graph) -> onnx.ModelProto:
-    from redraft.export.graph.tree_attention import OPSET, bodies
-
-    d = graph.decoder
-    inputs, outputs = (
-        [helper.make_tensor_value_info(spec.name, _TYPES[spec.dtype], spec.shape) for spec in specs]
-        for specs in (signatures.verifier_inputs(d.shape), signatures.verifier_outputs(d.shape, d.hidden_states))
-    )
-    if "last" not in d.hidden_states:
-        raise ValueError("the test decoder always names its last features")
-    return helper.make_model(
-        helper.make_graph(graph.nodes, "verifier", inputs, outputs, graph.initializers),
-        functions=bodies(any(d.windows), sinks=d.sinks),
-        opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid(OPSET.domain, 1)],
-        ir_version=11,
-    )
-
-
-def save_verifier(decoder: Decoder, folder: Path) -> Path:
-    """Write the portable graph of `decoder` to folder/verifier.onnx."""
-    path = folder / "verifier.onnx"
-    onnx.save(verifier_model(decoder), path)
-    return path
-
-
-def stored_outside(decoder: Decoder, folder: Path, backwards: bool = False) -> Path:
-    """The portable graph with its weights in a file, as the exporter writes them, or in the opposite order."""
-    model = onnx.load(save_verifier(decoder, folder))
-    if backwards:
-        model.graph.initializer.reverse()
-    onnx.save(model, folder / "verifier.onnx", save_as_external_data=True, location="weights.bin", size_threshold=64)
-    return folder / "verifier.onnx"

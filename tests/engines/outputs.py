@@ -12,12 +12,12 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Buffer, Device, Program
+from redraft.engines.device import Buffer, Device, Program, sized
 from redraft.engines.manifest import GraphRecord
 from redraft.names import Dtype, TensorSpec
 from tests.engines.drafters import LYANNA_COPY_SLOT, LYANNA_DRAFT, LYANNA_RESAMPLE
 
-from .calls import Array, Call, Calls, as_float, from_float, sized
+from .calls import Array, Call, Calls, as_float, from_float
 
 TOLERANCES: Mapping[Dtype, float] = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
 """Largest error of an output, relative to its largest value, by the graph's element type.
@@ -45,28 +45,27 @@ _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 
 
 def compare_outputs(
-    device: Device, reference: Device, bundle: Bundle, graphs: Sequence[str] = GRAPHS,
-    batches: Sequence[int] = (1, 2), left: bool = True,
-) -> dict[str, float]:  # fmt: skip
-    """The largest error by graph and call, for the graphs that the bundle has; batches: of one token and of trees.
+    device: Device, reference: Device, bundle: Bundle, graphs: Sequence[str] = GRAPHS, left: bool = True
+) -> dict[str, float]:
+    """The largest error by graph and call, for the graphs that the bundle has.
 
     left: both leave the same in rows that do not count (`Call.left`); native attention writes no row of a chain there.
     `device` runs over buffers whose stale rows are poisoned, `reference` over clean ones. Raises AssertionError for an
     output beyond TOLERANCES, for another integer, and for a row changed that the call does not write.
     """
-    made = Calls(bundle)
+    made, most = Calls(bundle), TOLERANCES[bundle.manifest.shape.dtype]
     errors: dict[str, float] = {}
     for graph in graphs:
         if graph not in bundle.manifest.all_graphs:
             continue
         record, ours, theirs = bundle.graph(graph), device.program(graph), reference.program(graph)
-        for call in made.of(graph, batches):
+        for call in made.of(graph):
             if left:
                 call = replace(call, left=())
             found = run(device, ours, record, call.values, call.sizes)
             expected = run(reference, theirs, record, {**call.values, **call.clean}, call.sizes)
             where = f"{graph}, {call.kind}, B={call.sizes['B']}"
-            errors[where] = _compare(where, record.outputs, call, found, expected, bundle.manifest.shape.dtype)
+            errors[where] = _compare(where, record.outputs, call, found, expected, most)
     return errors
 
 
@@ -96,7 +95,7 @@ def run(
         if spec.in_place_of:
             whole[spec.name], bound[spec.name] = whole[spec.in_place_of], bound[spec.in_place_of]
         else:
-            whole[spec.name] = bound[spec.name] = device.empty(spec.dtype, *sized(spec, sizes))
+            whole[spec.name] = bound[spec.name] = device.empty(spec.dtype, *sized(spec.shape, sizes))
     program.bind(bound)()
     return {spec.name: _converted(whole[spec.name].read(), spec.dtype, types[spec.name]) for spec in program.outputs}
 
@@ -108,9 +107,9 @@ def _converted(values: Array, dtype: Dtype, wanted: Dtype) -> Array:
 
 def _compare(
     where: str, specs: Sequence[TensorSpec], call: Call, found: Mapping[str, Array], expected: Mapping[str, Array],
-    compute_dtype: Dtype,
+    most: float,
 ) -> float:  # fmt: skip
-    """The largest error of a call's outputs."""
+    """The largest error of a call's outputs, at most `most`."""
     errors = [0.0]
     count = expected.get(names.TREE_COUNT, np.array(0))
     for spec in specs:
@@ -124,21 +123,17 @@ def _compare(
             wanted = counting & _changed_rows(f"{name} of the reference", call, theirs, call.clean[spec.in_place_of])
             np.testing.assert_array_equal(changed, wanted, f"{name}: other rows were written")
             ours, theirs = (as_float(rows, spec.dtype).swapaxes(1, 2)[changed] for rows in (ours, theirs))
-            errors.append(_error(name, ours, theirs, TOLERANCES[compute_dtype]))
+            errors.append(_error(name, ours, theirs, most))
         elif spec.in_place_of or not spec.dtype.startswith(("float", "bfloat")):
             np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8), f"{name}: expected the same bits")
+        elif spec.name == names.TREE_LOG_PROBS:
+            for slot in range(len(ours)):
+                nodes = int(count[slot]) if count.ndim else ours.shape[1]
+                trees = [[given[part][slot, :nodes] for part in _TREE] for given in (found, expected)]
+                compare_trees(f"{name}[{slot}]", *trees, most)
+                errors.append(_error(name, ours[slot, :nodes], theirs[slot, :nodes], most, NATS))
         else:
-            if spec.name == names.TREE_LOG_PROBS:
-                for slot in range(len(ours)):
-                    nodes = int(count[slot]) if count.ndim else ours.shape[1]
-                    trees = [[given[part][slot, :nodes] for part in _TREE] for given in (found, expected)]
-                    compare_trees(f"{name}[{slot}]", trees[0], trees[1], TOLERANCES[compute_dtype])
-                    errors.append(
-                        _error(name, ours[slot, :nodes], theirs[slot, :nodes], TOLERANCES[compute_dtype], NATS)
-                    )
-                continue
-            pair = as_float(ours, spec.dtype), as_float(theirs, spec.dtype)
-            errors.append(_error(name, *pair, TOLERANCES[compute_dtype]))
+            errors.append(_error(name, as_float(ours, spec.dtype), as_float(theirs, spec.dtype), most))
     return max(errors)
 
 
@@ -188,7 +183,9 @@ _Likelihoods = dict[tuple[int, ...], float]
 
 def _likelihoods(name: str, tokens: Array, parents: Array, log_probs: Array) -> _Likelihoods:
     """Log-probabilities by the tokens from the root to a node."""
-    paths = _paths(tokens.tolist(), parents.tolist())
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
     assert len(set(paths)) == len(paths), f"{name}: a node is there twice"
     return dict(zip(paths, log_probs.tolist(), strict=True))
 
@@ -207,11 +204,3 @@ def _lost(path: tuple[int, ...], has: _Likelihoods, other: _Likelihoods, near: f
     if not siblings and gone_on and has[parent] - min(gone_on) <= near:
         return True
     return has[path] - min(siblings or other.values()) <= near
-
-
-def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """The tokens from the root to every node."""
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths

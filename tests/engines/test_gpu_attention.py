@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from redraft.config import Precision
 from redraft.engines import open_bundle, open_device
 from redraft.engines import tensorrt_device as module
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt import native
 from redraft.engines.tensorrt.operators import SINCE
@@ -30,7 +30,6 @@ from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from tests.engines.drafters import LYANNA_DRAFT, with_graphs
 from tests.engines.graphs import for_onnxruntime
-from tests.runtime.devices import tensorrt_device
 
 from .bundles import build_tiny, write_bundle
 from .graphs import Decoder, save_verifier
@@ -62,39 +61,31 @@ def lowered(folder: Path, decoder: Decoder) -> tuple[Bundle, Bundle]:
     return bundle, lower(bundle, folder / "native")
 
 
-def devices(bundle: Bundle, own: Bundle, fakes: bool, folder: Path) -> tuple[Device, Device]:
-    """Devices for the portable graphs, and for graphs in TensorRT's operators, which read `kv_len` on the host."""
-    if not fakes:
-        return HostDevice(bundle, 1), HostDevice(own, 1)
-    (folder / "engines").mkdir()
-    return (
-        tensorrt_device(bundle, folder).device,
-        tensorrt_device(own, folder / "engines", host=(names.KV_LEN,)).device,
-    )
+def both_ways(bundle: Bundle, native_bundle: Bundle, graphs: Sequence[str]) -> Iterator[dict[str, float]]:
+    """Errors by call with poisoned buffers on each side.
 
-
-@pytest.mark.parametrize("fakes", [False, True], ids=["onnxruntime", "fakes"])
-@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
-def test_native_attention_reads_no_stale_row_and_writes_no_other(decoder: Decoder, fakes: bool, tmp_path: Path) -> None:
-    bundle, native_bundle = lowered(tmp_path, decoder)
-    body, own = devices(bundle, native_bundle, fakes, tmp_path)
+    Rows of a chain do not count, since native attention never writes them.
+    """
+    body, own = HostDevice(bundle, 1), HostDevice(native_bundle, 1)
     for device, reference in ((own, body), (body, own)):
-        errors = compare_outputs(device, reference, bundle, [names.VERIFIER])
+        yield compare_outputs(device, reference, bundle, graphs, left=False)
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+def test_native_attention_reads_no_stale_row_and_writes_no_other(decoder: Decoder, tmp_path: Path) -> None:
+    for errors in both_ways(*lowered(tmp_path, decoder), [names.VERIFIER]):
         assert len(errors) == 7
         assert max(errors.values()) <= TOLERANCES["float32"]
 
 
-@pytest.mark.parametrize("fakes", [False, True], ids=["onnxruntime", "fakes"])
-def test_native_attention_drafts_the_same(lyanna_bundle: Path, fakes: bool, tmp_path: Path) -> None:
-    """With poisoned buffers on each side. Rows of the chain do not count; native attention never writes them."""
+def test_native_attention_drafts_the_same(lyanna_bundle: Path, tmp_path: Path) -> None:
     bundle = open_bundle(lyanna_bundle, verify=False)
-    body, own = devices(bundle, lower(bundle, tmp_path / "native"), fakes, tmp_path)
-    for device, reference in ((own, body), (body, own)):
-        errors = compare_outputs(device, reference, bundle, GRAPHS, left=False)
+    own = lower(bundle, tmp_path / "native")
+    for errors in both_ways(bundle, own, GRAPHS):
         assert {where.partition(",")[0] for where in errors} == set(GRAPHS)
         assert max(errors.values()) <= TOLERANCES["float32"]
     with pytest.raises(AssertionError, match=r"lyanna\.draft, .*: kv\.0\.key\.present: "):
-        compare_outputs(own, body, bundle, [LYANNA_DRAFT])
+        compare_outputs(HostDevice(own, 1), HostDevice(bundle, 1), bundle, [LYANNA_DRAFT])
 
 
 def sees_all(to: Any, *inputs: Any) -> Any:
