@@ -24,7 +24,6 @@ LONG = Decoder(max_positions=400, head_dim=64)
 """Whose heads add up 256 keys at a time."""
 SHARED = [(8, 1, 64), (9, 3, 64), (16, 8, 128), (4, 1, 256), (4, 4, 64)]
 """Query heads, key heads and head sizes, for which threads share products differently."""
-ALL = {**DECODERS, **LARGE}
 
 
 def open_form(
@@ -42,23 +41,27 @@ def open_verifier(decoder: Decoder, bundle: Bundle, form: str, max_num_seqs: int
     return verifier
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_rows_trees_slots_and_batches_change_no_bit(name, tmp_path):
-    bundle = lowered(ALL[name], tmp_path)
+@pytest.fixture(scope="module", params=[*DECODERS.values(), *LARGE.values()], ids=[*DECODERS, *LARGE])
+def case(request, tmp_path_factory):
+    """A decoder and its bundle."""
+    return request.param, lowered(request.param, tmp_path_factory.mktemp("case"))
+
+
+def test_rows_trees_slots_and_batches_change_no_bit(case):
+    decoder, bundle = case
     for form, max_num_seqs in ((names.VERIFIER_BATCH, 4), (names.VERIFIER_SINGLE, 1)):
         if form in bundle.manifest.graphs:
-            found = measure_exactness(open_verifier(ALL[name], bundle, form, max_num_seqs))
+            found = measure_exactness(open_verifier(decoder, bundle, form, max_num_seqs))
             assert found.holds, (form, found.differences)
             assert found.compared > 1000
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_the_graph_for_one_sequence_is_that_for_batches(name, tmp_path):
-    bundle = lowered(ALL[name], tmp_path)
+def test_the_graph_for_one_sequence_is_that_for_batches(case):
+    decoder, bundle = case
     if names.VERIFIER_SINGLE not in bundle.manifest.graphs:
         pytest.skip("has no graph for one sequence")
-    text = np.random.default_rng(1).integers(0, ALL[name].vocabulary, 40)
-    verifiers = [open_form(ALL[name], bundle, form, rows=64) for form in (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)]
+    text = np.random.default_rng(1).integers(0, decoder.vocabulary, 40)
+    verifiers = [open_form(decoder, bundle, form, rows=64) for form in (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)]
     for start, end in ((0, 30), (30, 31), (31, 37), (37, 40)):
         one, other = (verifier.logits([chain(text[start:end])], [start])[0] for verifier in verifiers)
         assert one.tobytes() == other.tobytes()
@@ -81,21 +84,21 @@ def long_bundle(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_SINGLE])
-@pytest.mark.parametrize("past", [1, 126, 127, 128, 129, 255, 256, 257, 370])
-def test_the_number_of_committed_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, past):
+def test_the_number_of_committed_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form):
     """Over multiples of the rows that products sum at a time."""
     verifier = open_verifier(LONG, long_bundle, form, 1)
     text = np.random.default_rng(2).integers(0, LONG.vocabulary, 390)
     (whole,) = verifier.logits([chain(text)], [0])
     kept = verifier.steps.kv[:, :, :, :390].copy()
-    verifier.steps.kv[:] = 7
-    for start in range(0, past, 48):
-        (rows,) = verifier.logits([chain(text[start : min(start + 48, past)])], [start])
-        assert rows.tobytes() == whole[start : min(start + 48, past)].tobytes()
-    for rows in (1, 2, 7, 16):
-        (found,) = verifier.logits([chain(text[past : past + rows])], [past])
-        assert found.tobytes() == whole[past : past + rows].tobytes(), rows
-    assert verifier.steps.kv[:, :, :, :past].tobytes() == kept[:, :, :, :past].tobytes()
+    for past in (1, 126, 127, 128, 129, 255, 256, 257, 370):
+        verifier.steps.kv[:] = 7
+        for start in range(0, past, 48):
+            (rows,) = verifier.logits([chain(text[start : min(start + 48, past)])], [start])
+            assert rows.tobytes() == whole[start : min(start + 48, past)].tobytes(), past
+        for rows in (1, 2, 7, 16):
+            (found,) = verifier.logits([chain(text[past : past + rows])], [past])
+            assert found.tobytes() == whole[past : past + rows].tobytes(), (past, rows)
+        assert verifier.steps.kv[:, :, :, :past].tobytes() == kept[:, :, :, :past].tobytes(), past
 
 
 def branched(text: np.ndarray, others: np.ndarray) -> tuple[DraftTree, list[int]]:
@@ -107,41 +110,37 @@ def branched(text: np.ndarray, others: np.ndarray) -> tuple[DraftTree, list[int]
     return DraftTree(tokens, parents, -np.arange(9, dtype=np.float32)), path
 
 
-@pytest.mark.parametrize("past", [1, 119, 120, 127, 128, 254])
-def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle, past):
+def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle):
     """If it would, only the part that does not is verified, by `exact_part` as in the cycle."""
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_SINGLE, 1)
-    generator = np.random.default_rng(3)
-    text, others = generator.integers(0, LONG.vocabulary, (2, 390))
+    text, others = np.random.default_rng(3).integers(0, LONG.vocabulary, (2, 390))
     (whole,) = verifier.logits([chain(text)], [0])
-    tree, path = branched(text[past:], others)
-    part = exact_part(tree, past, verifier.branches, verifier.block_rows)
-    assert (len(part) == len(tree)) == (past % BLOCK_ROWS <= BLOCK_ROWS - len(tree))
-    (found,) = verifier.logits([part], [past])
-    seen = [node for node in path if node < len(part)]
-    assert found[seen].tobytes() == whole[past : past + len(seen)].tobytes()
+    for past in (254, 128, 127, 120, 119, 1):  # the text's rows before it stay
+        tree, path = branched(text[past:], others)
+        part = exact_part(tree, past, verifier.branches, verifier.block_rows)
+        assert (len(part) == len(tree)) == (past % BLOCK_ROWS <= BLOCK_ROWS - len(tree))
+        (found,) = verifier.logits([part], [past])
+        seen = [node for node in path if node < len(part)]
+        assert found[seen].tobytes() == whole[past : past + len(seen)].tobytes(), past
 
 
-@pytest.mark.parametrize("slot", [0, 3, 7])
-def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle, slot):
+def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle):
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 8)
-    generator = np.random.default_rng(4)
-    text, *others = generator.integers(0, LONG.vocabulary, (8, 60))
-    others.insert(slot, text)
+    text, *others = np.random.default_rng(4).integers(0, LONG.vocabulary, (8, 60))
     (whole,) = verifier.logits([chain(text)], [0])
-    pasts = [30 if other is text else 3 + 5 * number for number, other in enumerate(others)]
-    verifier.logits([chain(other[:40]) for other in others], [0] * 8)
-    trees = [
-        chain(other[past : past + 1 + number]) for number, (other, past) in enumerate(zip(others, pasts, strict=True))
-    ]
-    for tree, nodes in (
-        (chain(text[30:31]), [0]),
-        (chain(text[30:36]), list(range(6))),
-        branched(text[30:], others[0]),
-    ):
-        trees[slot] = tree
-        found = verifier.logits(trees, pasts)[slot]
-        assert found[nodes].tobytes() == whole[30 : 30 + len(nodes)].tobytes()
+    for slot in (0, 3, 7):
+        texts = [*others[:slot], text, *others[slot:]]
+        pasts = [30 if other is text else 3 + 5 * number for number, other in enumerate(texts)]
+        verifier.logits([chain(other[:40]) for other in texts], [0] * 8)
+        trees = [chain(other[past : past + 1 + n]) for n, (other, past) in enumerate(zip(texts, pasts, strict=True))]
+        for tree, nodes in (
+            (chain(text[30:31]), [0]),
+            (chain(text[30:36]), list(range(6))),
+            branched(text[30:], others[0]),
+        ):
+            trees[slot] = tree
+            found = verifier.logits(trees, pasts)[slot]
+            assert found[nodes].tobytes() == whole[30 : 30 + len(nodes)].tobytes(), slot
 
 
 @pytest.mark.parametrize("most_copied", [0, 1 << 30])
@@ -173,27 +172,28 @@ def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("threads", [4, 16])
 @pytest.mark.parametrize("heads", SHARED, ids=str)
-def test_threads_that_share_a_product_change_no_bit(heads, threads, tmp_path):
+def test_threads_that_share_a_product_change_no_bit(heads, tmp_path):
     """Over one block of keys and several, one row and many, alone and in a batch."""
     q_heads, kv_heads, head_dim = heads
     decoder = Decoder(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, layers=1, max_positions=700)
     bundle = lowered(decoder, tmp_path)
     text = np.random.default_rng(6).integers(0, decoder.vocabulary, 660)
-    verifiers = [
-        open_form(decoder, bundle, form, max_num_seqs, of)
-        for form, of, max_num_seqs in ((names.VERIFIER_BATCH, 1, 1), (names.VERIFIER_BATCH, threads, 3))
-    ]
+    alone, *shared = (
+        open_form(decoder, bundle, names.VERIFIER_BATCH, slots, threads) for threads, slots in ((1, 1), (4, 3), (16, 3))
+    )
+    done = 0
     for kv_len in (70, 130, 300, 600):
-        for verifier in verifiers:
-            for start in range(0, kv_len, 64):
+        for verifier in (alone, *shared):
+            for start in range(done, kv_len, 64):
                 verifier.logits([chain(text[start : min(start + 64, kv_len)])], [start])
-        (expected,) = verifiers[0].logits([chain(text[kv_len : kv_len + 40])], [kv_len])
-        for rows in (1, 2, 4, 16, 40):
-            (found,) = verifiers[1].logits([chain(text[kv_len : kv_len + rows])], [kv_len])
-            assert found.tobytes() == expected[:rows].tobytes(), (kv_len, rows)
-        for slot in (1, 2):
-            verifiers[1].move(0, slot, kv_len)
-        batch = verifiers[1].logits([chain(text[kv_len : kv_len + 3])] * 3, [kv_len] * 3)
-        assert batch[2].tobytes() == expected[:3].tobytes()
+        done = kv_len
+        (expected,) = alone.logits([chain(text[kv_len : kv_len + 40])], [kv_len])
+        for verifier in shared:
+            for rows in (1, 2, 4, 16, 40):
+                (found,) = verifier.logits([chain(text[kv_len : kv_len + rows])], [kv_len])
+                assert found.tobytes() == expected[:rows].tobytes(), (kv_len, rows)
+            for slot in (1, 2):
+                verifier.move(0, slot, kv_len)
+            batch = verifier.logits([chain(text[kv_len : kv_len + 3])] * 3, [kv_len] * 3)
+            assert batch[2].tobytes() == expected[:3].tobytes()
