@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
+from polygraphy import tools
 
 from redraft import names, signatures
+from redraft.engines import Bundle
 from redraft.engines.manifest import Manifest
 from redraft.engines.tensorrt.commands import commands, sound_inputs, write_inputs
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
@@ -24,7 +24,6 @@ from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, lyanna_record
 from tests.engines.graphs import Decoder, save_verifier
-from tests.export.drafters.tiny import Exported
 
 DECODER = Decoder()
 LIMITS = CallLimits(1, 16, 32, 64)
@@ -47,27 +46,18 @@ def found(folder: Path, manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return {command.purpose: command.words for command in commands(folder, manifest)}
 
 
-def polygraphy(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", "from polygraphy.tools import main; main()", *words]
-    return subprocess.run(program, capture_output=True, text=True, cwd=folder, env={**os.environ, "COLUMNS": "200"})
-
-
-def test_the_reference_runs_on_the_portable_graph(tmp_path: Path) -> None:
-    save_verifier(DECODER, tmp_path)
-    (words,) = found(tmp_path, manifest_of(DECODER)).values()
-    assert words[0] == "polygraphy"
-    result = polygraphy(list(words[1:]), tmp_path)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    assert {"verifier.inputs.json", "verifier.outputs.json"} <= {path.name for path in tmp_path.iterdir()}
+@pytest.fixture
+def polygraphy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Polygraphy's command, run in the test's folder. Returns its status."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: tools.main(list(words))
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_polygraphy_takes_the_comparison(native: bool, tmp_path: Path) -> None:
+def test_polygraphy_takes_the_comparison(native: bool, tmp_path: Path, polygraphy: Callable[..., int]) -> None:
     """It writes the script that it would run; without TensorRT it stops there."""
     words = list(found(tmp_path, manifest(native))["verifier: compared with ONNX Runtime's outputs"])
-    words = words[words.index("polygraphy") + 1 :]
-    result = polygraphy([*words, "--gen-script", "script.py"], tmp_path)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    assert polygraphy(*words[words.index("polygraphy") + 1 :], "--gen-script", "script.py") == 0
     script = (tmp_path / "script.py").read_text()
     assert script.count("Profile()") == 3
     assert (("min=[1, 2]" in script.replace("(", "[").replace(")", "]")) and "strongly_typed" in script) or not native
@@ -196,11 +186,15 @@ def test_integers_of_a_drafters_calls_are_sound() -> None:
     assert all(values.dtype == np.int64 for call in made.values() for values in call.values())
 
 
-@pytest.mark.slow
-def test_every_command_of_polygraphy_runs_on_onnx_runtime(drafter: Exported, tmp_path: Path) -> None:
+def test_every_command_of_polygraphy_runs_on_onnx_runtime(
+    drafted: Bundle, tmp_path: Path, polygraphy: Callable[..., int]
+) -> None:
     """The drafter's inputs too: draft and resample need rows, steps and tokens that fit together."""
-    commands = [words for words in found(drafter.bundle.path, drafter.bundle.manifest).values() if words]
-    assert [words[2].rpartition("/")[2] for words in commands] == ["lyanna.draft.onnx", "lyanna.resample.onnx"]
-    for words in commands:
-        result = polygraphy(list(words[1:]), tmp_path)
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    commands = [words for words in found(drafted.path, drafted.manifest).values() if words]
+    graphs = ["verifier.onnx", "lyanna.draft.onnx", "lyanna.resample.onnx"]
+    assert [words[2].rpartition("/")[2] for words in commands] == graphs
+    for name, *words in commands:
+        assert name == "polygraphy"
+        assert polygraphy(*words) == 0
+    kept = {f"{graph.removesuffix('.onnx')}.{kind}.json" for graph in graphs for kind in ("inputs", "outputs")}
+    assert {path.name for path in tmp_path.iterdir()} == kept

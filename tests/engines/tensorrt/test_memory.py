@@ -107,9 +107,9 @@ def test_the_host_holds_the_weights_of_a_build_twice() -> None:
     )
 
 
-@pytest.mark.parametrize("max_model_len", [2048, 4096])
-def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(max_model_len: int) -> None:
+def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes() -> None:
     """Vicuna-7B: 13.5 GB of weights, too many for a GPU of 12 GiB."""
+    max_model_len = 4096
     shape = VerifierShape(32, 32, 128, 4096, 32000, max_model_len, "float16")
     sizes = [(32000, 4096)] * 2 + [(4096, 4096)] * 4 * 32 + [(4096, 11008)] * 3 * 32 + [(4096,)] * 65
     weights = [TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT16, dims=dims) for i, dims in enumerate(sizes)]
@@ -121,8 +121,6 @@ def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(max_model_len: int) -> N
     profiles = profiles_of(verifier_symbols(names.VERIFIER, limits), inputs, limits, kv_len_is_shape=False)
     needs = {names.VERIFIER: needs_of(names.VERIFIER, model, inputs, outputs, profiles)}
     check_memory(needs, int(23.5 * GIB), "NVIDIA L4")
-    buffers = f"{2 * 32 * 32 * max_model_len * 128 * 2 / GIB + 0.01:.2f}"  # KV; logits and the rest are 0.01
-    with pytest.raises(
-        BackendError, match=rf"verifier: weights 12\.55, buffers {buffers}, activations 0\.01, workspace 1"
-    ):
+    parts = r"verifier: weights 12\.55, buffers 2\.01, activations 0\.01, workspace 1"  # buffers: KV are 2.00
+    with pytest.raises(BackendError, match=parts):
         check_memory(needs, 12 * GIB, "NVIDIA L4")

@@ -32,24 +32,6 @@ SIGNATURES = {
 ONE = CallLimits(1, 16, prefill=1, max_model_len=64)
 
 
-def dynamic(inputs: tuple[TensorSpec, ...]) -> set[str]:
-    return {spec.name for spec in inputs if any(isinstance(dim, str) for dim in spec.shape)}
-
-
-@pytest.mark.parametrize("graph", SIGNATURES)
-def test_every_dynamic_input_has_an_ordered_range_in_every_profile(graph: str) -> None:
-    inputs = SIGNATURES[graph]
-    for profile in profiles_of(symbols_of(graph, LIMITS), inputs, LIMITS, kv_len_is_shape=False):
-        assert set(profile.inputs) == dynamic(inputs)
-        for spec in inputs:
-            if spec.name in profile.inputs:
-                found = profile.inputs[spec.name]
-                ordered = zip(found.min, found.opt, found.max, strict=True)
-                assert all(1 <= least <= tuned <= most for least, tuned, most in ordered), spec.name
-                fixed = [d for d in zip(spec.shape, found.max, strict=True) if isinstance(d[0], int)]
-                assert all(size == most for size, most in fixed)
-
-
 def test_the_verifier_has_a_profile_for_prefill_one_token_and_trees() -> None:
     prefill, token, tree = profiles_of(
         symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False
@@ -121,7 +103,7 @@ def test_calls_larger_than_the_profiles_are_refused_with_a_hint() -> None:
 
 
 @pytest.mark.parametrize("max_model_len", [16, 40, 64, 4096])
-def test_kv_buffers_of_every_profile_hold_the_rows_of_its_call(max_model_len: int) -> None:
+def test_every_profile_has_ordered_ranges_and_kv_buffers_that_hold_the_rows_of_its_call(max_model_len: int) -> None:
     """At the smallest, the tuned and the largest size: a drafter's calls have 16 or 64 rows at any `max_model_len`."""
     limits = CallLimits(batch=2, tree=16, prefill=128, max_model_len=max_model_len)
     prefill = profiles_of(symbols_of(names.VERIFIER, limits), SIGNATURES[names.VERIFIER], limits, False)[0]
@@ -134,8 +116,14 @@ def test_kv_buffers_of_every_profile_hold_the_rows_of_its_call(max_model_len: in
             if rows and "C" in sizes:
                 assert all(c >= m for c, m in zip(sizes["C"], rows, strict=True)), graph
         for profile in profiles_of(symbols, inputs, limits, kv_len_is_shape=True):
-            for found in profile.inputs.values():
-                assert all(a <= b <= c for a, b, c in zip(found.min, found.opt, found.max, strict=True)), graph
+            shapes = {spec.name: spec.shape for spec in inputs}
+            dynamic = {name for name, shape in shapes.items() if any(isinstance(dim, str) for dim in shape)}
+            assert set(profile.inputs) - {names.KV_LEN} == dynamic
+            for name, found in profile.inputs.items():
+                sizes = list(zip(shapes[name], found.min, found.opt, found.max, strict=True))
+                assert all(1 <= least <= tuned <= most for _, least, tuned, most in sizes), (graph, name)
+                if name != names.KV_LEN:
+                    assert all(dim == most for dim, _, _, most in sizes if isinstance(dim, int)), (graph, name)
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
