@@ -100,12 +100,12 @@ def spans(pages: set[int]) -> list[tuple[int, int]]:
     return [(s, next(e for e in itertools.count(s) if e not in pages)) for s in starts]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_added_is_the_set_difference(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    before, after = ({int(p) for p in np.flatnonzero(generator.random(24) < 0.6)} for _ in range(2))
-    found = [page for begin, end in _added(spans(after), spans(before)) for page in range(begin, end)]
-    assert found == sorted(after - before)
+def test_added_is_the_set_difference() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        before, after = ({int(p) for p in np.flatnonzero(generator.random(24) < 0.6)} for _ in range(2))
+        found = [page for begin, end in _added(spans(after), spans(before)) for page in range(begin, end)]
+        assert found == sorted(after - before)
 
 
 def test_memory_of_this_process_is_listed_in_order() -> None:
