@@ -79,7 +79,7 @@ def _axis(node: ir.Node) -> int | None:
     if node.op_type == "LogSoftmax":
         return node.attributes.get_int("axis", -1)
     axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
-    single = axes is not None and axes.size == 1 and node.attributes.get_int("keepdims", 1)
+    single = axes is not None and axes.size == 1 and node.attributes.get_int("keepdims", 1) == 1
     return int(axes.numpy().item()) if axes is not None and single else None
 
 
@@ -121,7 +121,7 @@ def _rotate(to: Rewriter, node: ir.Node) -> None:
     x, cos, sin, positions = (*node.inputs, None)[:4]
     heads = node.attributes.get_int("num_heads", 0)
     known = x is not None and x.shape is not None and x.shape.rank() == 3 and isinstance(x.shape[2], int)
-    if not known or not heads or positions is None or cos is None or node.attributes.get_int("interleaved", 0):
+    if not known or not heads or positions is None or cos is None or node.attributes.get_int("interleaved", 0) != 0:
         return
     size = int(x.shape[2]) // heads  # type: ignore[union-attr, arg-type, index]
     half = (node.attributes.get_int("rotary_embedding_dim", 0) or size) // 2
