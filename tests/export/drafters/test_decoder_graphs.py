@@ -1,15 +1,23 @@
-"""A draft model's graph drafts what transformers' own model continues with, in every form that the CPU runs."""
+"""A draft model's graph drafts what transformers' own model continues with, in every form that the CPU runs.
+
+A steered one's graphs compute what the trained module does, and belong to one verifier and one student.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.numpy import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from redraft import names
@@ -23,61 +31,108 @@ from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, configuration_of, sizes_of
+from redraft.export.drafters.published import read_states
 from redraft.export.drafters.writing import Target
 from redraft.export.verifier import VerifierExport
 from redraft.methods.chains import DRAWN_LOG_PROB
-from redraft.methods.decoder import DecoderShape, TreeBuild, draft_inputs, draft_outputs
+from redraft.methods.decoder import SteeringBuild, TreeBuild, draft_inputs, draft_outputs, steer_inputs, steer_outputs
 from redraft.signatures import VerifierShape
 from tests.engines.sessions import session_of
 from tests.export.models import config_of, write_checkpoint
 from tests.noise import keys_of, noise_rows
 
-from .tiny import VOCABULARY, Verifier, counts
+from .draft_calls import NAME, Arrays, trained
+from .tiny import HIDDEN, VOCABULARY, Verifier, counts, randomized
 
 ROWS, TOKENS, TEXT_LIMIT = 64, 97, 96
 TEXTS = ([5, 9, 3, 77, 12, 8, 41, 6, 20, 11], [1, 2, 60, 61, 7, 33])
-EXPORTER = find_exporter("draft_model")
+FORMS = ("portable", "batch", "single")
+STATES = ("last", "0")
+"""The hidden states of the tiny verifier's graph."""
+EXPORTER, STEERED = find_exporter("draft_model"), find_exporter("steered")
 OF_97 = VerifierExport(VerifierShape(1, 1, 1, 1, TOKENS, TEXT_LIMIT), (), "", (), "", "", None)  # type: ignore[arg-type]
 """A verifier of which a plain checkpoint shares nothing."""
 
 
+def calls_of(folder: Path, record: GraphRecord) -> Calls:
+    return Calls(OnnxRuntimeProgram(session_of(folder / record.file), record))
+
+
 class Drafting:
-    """A graph in one of its forms, over two slots."""
+    """The draft graph in one of its forms, over some slots. `is_there` is False if the form does not exist."""
 
-    def __init__(self, folder: Path, record: GraphRecord, shape: DecoderShape, slots: int) -> None:
-        self.calls = Calls(OnnxRuntimeProgram(session_of(folder / record.file), record))
-        self.slots = slots
+    def __init__(self, folder: Path, drafter: ExportedDrafter, form: str, slots: int) -> None:
+        shape = drafter.shape
+        record: GraphRecord | None = GraphRecord(
+            graph_file(NAME, names.DRAFT), draft_inputs(shape), draft_outputs(shape)
+        )
+        if form == "batch":
+            record = lower_batch(folder, record, f"{NAME}.draft.batch")
+        elif form == "single":
+            record = lower_single(folder, record, False, f"{NAME}.draft.single", chains=shape.width == 1)
+        self.is_there = record is not None
+        if record is None:
+            return
+        self.calls, self.slots = calls_of(folder, record), slots
         for layer in range(shape.layers):
-            for cache in (names.key_cache(layer), names.value_cache(layer)):
-                self.calls.bind(cache, np.full((slots, shape.kv_heads, ROWS, shape.head_dim), 3.0, np.float32))
-        self.set("temperature", np.zeros(slots, np.float32), np.ones(slots, np.float32))
+            for cache_name in (names.key_cache(layer), names.value_cache(layer)):
+                self.calls.bind(cache_name, np.full((slots, shape.kv_heads, ROWS, shape.head_dim), 3.0, np.float32))
+        for ref in drafter.tables:
+            table = np.fromfile(folder / ref.file, np.int64, ref.shape[0], offset=ref.offset)
+            self.calls.bind(ref.initializer, table)
 
-    def set(self, what: str, noise: np.ndarray, scale: np.ndarray) -> None:
-        self.calls.bind(names.NOISE_SCALE, noise)
-        self.calls.bind(names.DRAFT_LOGIT_SCALE, scale)
+    def run(self, starts: list[int], rows: list[list[int]], every: bool = False, **others: Any) -> Arrays:
+        """Compute these rows after the first ones of each slot. Shorter rows are padded.
 
-    def run(
-        self, starts: list[int], rows: list[list[int]], keys: np.ndarray | None = None, drawn: bool = False
-    ) -> dict[str, np.ndarray]:
-        """Compute these rows after the first ones of each slot. Shorter rows are padded."""
-        width = max(map(len, rows))
-        batch = {"B": self.slots} if "B" in self.calls.inputs[0].shape else {}
-        call = self.calls.prepare(**batch, T=width, R=1)
-        for slot, (start, tokens) in enumerate(zip(starts, rows, strict=True)):
-            call.inputs[names.TOKEN_IDS][slot] = tokens + [0] * (width - len(tokens))
-            call.inputs[names.POSITIONS][slot] = np.arange(start, start + width)
-            call.inputs[names.TREE_MASK][slot] = np.tri(width, dtype=np.bool_)
-            call.inputs[names.CACHE_LEN][slot] = start
-            call.inputs[names.OUTPUT_ROWS][slot] = len(tokens) - 1
-        call.inputs[names.KV_LEN][0] = max(starts) + width
-        call.inputs[names.NOISE_KEYS][...] = 1 if keys is None else keys
-        call.inputs[names.DRAWN][...] = drawn
+        every: return outputs of every row, not of the last ones only.   others: inputs, by the names in `names`.
+        """
+        width, batch = max(map(len, rows)), {"B": self.slots} if "B" in self.calls.inputs[0].shape else {}
+        last = [len(tokens) - 1 for tokens in rows]
+        values = {
+            names.TOKEN_IDS: [tokens + [0] * (width - len(tokens)) for tokens in rows],
+            names.POSITIONS: [range(start, start + width) for start in starts],
+            names.TREE_MASK: np.tri(width, dtype=np.bool_), names.CACHE_LEN: starts,
+            names.OUTPUT_ROWS: np.arange(width) if every else np.array(last)[:, None],
+            names.KV_LEN: max(starts) + width, names.NOISE_SCALE: 0, names.DRAFT_LOGIT_SCALE: 1, names.NOISE_KEYS: 1,
+            names.DRAWN: 0, **{getattr(names, name): value for name, value in others.items()},
+        }  # fmt: skip
+        call = self.calls.prepare(**batch, T=width, R=width if every else 1)
+        for name, value in values.items():
+            call.inputs[name][...] = value
         call.run()
-        return {name: values.copy() for name, values in call.outputs.items()}
+        return {name: output.copy() for name, output in call.outputs.items()}
 
 
-def record_of(name: str, shape: DecoderShape) -> GraphRecord:
-    return GraphRecord(graph_file(name, names.DRAFT), draft_inputs(shape), draft_outputs(shape))
+# Plain checkpoints.
+
+
+class Plain(NamedTuple):
+    """A plain checkpoint: transformers' model, the folder of its graph, and the export."""
+
+    model: torch.nn.Module
+    folder: Path
+    drafter: ExportedDrafter
+
+
+def export_plain(folder: Path, architecture: str, options: TreeBuild, **sizes: Any) -> Plain:
+    checkpoint, out = write_checkpoint(folder / "model", architecture, **sizes), folder / "graphs"
+    out.mkdir()
+    drafter = EXPORTER.checkpoint(Target(NAME, OF_97, out, options), Checkpoint.open(checkpoint))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    return Plain(model.eval().requires_grad_(False), out, drafter)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plain]:
+    """Exports a checkpoint of an architecture once. Texts pass mistral's limit."""
+
+    @cache
+    def get(architecture: str) -> Plain:
+        limit, width = (8, 1) if architecture == "mistral" else (128, 3 if architecture == "qwen2" else 1)
+        options = TreeBuild(precision="fp32", width=width, steps=8)
+        return export_plain(tmp_path_factory.mktemp(architecture), architecture, options, max_position_embeddings=limit)
+
+    return get
 
 
 def greedy(model: torch.nn.Module, text: list[int], steps: int) -> tuple[list[int], list[float]]:
@@ -90,27 +145,17 @@ def greedy(model: torch.nn.Module, text: list[int], steps: int) -> tuple[list[in
     return tokens[len(text) :], log_probs
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "gemma2"])
-@pytest.mark.parametrize("form", ["portable", "batch", "single"])
-@torch.no_grad()
-def test_a_draft_is_the_models_own_continuation(
-    plain: dict[str, tuple[Path, Path, ExportedDrafter]], architecture: str, form: str
-) -> None:
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gemma2"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_draft_is_the_models_own_continuation(plain: Callable[[str], Plain], architecture: str, form: str) -> None:
     """Two texts of different lengths catch up in two calls, the second padded, and draft past a window of 8 tokens."""
-    checkpoint, folder, exported = plain[architecture]
-    record = record_of("d", exported.shape)
-    if form == "batch":
-        record = lower_batch(folder, record, "d.draft.batch")
-    elif form == "single":
-        record = lower_single(folder, record, False, "d.draft.single", chains=exported.shape.width == 1)
-    if record is None:
+    model, folder, exported = plain(architecture)
+    texts = TEXTS if form != "single" else TEXTS[:1]
+    graph = Drafting(folder, exported, form, len(texts))
+    if not graph.is_there:
         assert (architecture, form) == ("gemma2", "single"), "only the cap on its scores does not fit the kernel"
         return
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    texts = TEXTS if form != "single" else TEXTS[:1]
-    graph = Drafting(folder, record, exported.shape, len(texts))
-    first = [text[:4] for text in texts]
-    graph.run([0] * len(texts), first)
+    graph.run([0] * len(texts), [text[:4] for text in texts])
     found = graph.run([4] * len(texts), [text[4:] for text in texts])
     expected = [greedy(model, text, 6) for text in texts]
     for step in range(6):
@@ -121,119 +166,39 @@ def test_a_draft_is_the_models_own_continuation(
         found = graph.run([len(text) + step for text in texts], rows)
 
 
-@pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, ExportedDrafter]]:
-    """Plain checkpoints by architecture: their folders, and the folders of their graphs. Texts pass mistral's limit."""
-    found = {}
-    for architecture in ("llama", "mistral", "qwen2", "gemma2"):
-        folder = tmp_path_factory.mktemp(architecture)
-        limit = 8 if architecture == "mistral" else 128
-        checkpoint = write_checkpoint(folder / "model", architecture, max_position_embeddings=limit)
-        out = folder / "graphs"
-        out.mkdir()
-        options = TreeBuild(precision="fp32", width=3 if architecture == "qwen2" else 1, steps=8)
-        found[architecture] = (
-            checkpoint,
-            out,
-            EXPORTER.checkpoint(Target("d", OF_97, out, options), Checkpoint.open(checkpoint)),
-        )
-    return found
-
-
-@torch.no_grad()
-def test_candidates_are_the_best_under_noise(plain: dict[str, tuple[Path, Path, ExportedDrafter]]) -> None:
+def test_candidates_are_the_best_under_noise(plain: Callable[[str], Plain]) -> None:
     """Each slot has its own noise and scale. Drawn candidates have the log probabilities of their ranks."""
-    checkpoint, folder, exported = plain["qwen2"]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    graph = Drafting(folder, record_of("d", exported.shape), exported.shape, 2)
+    model, folder, exported = plain("qwen2")
+    graph, texts = Drafting(folder, exported, "portable", 2), [TEXTS[0][:6], TEXTS[1]]
     temperatures, scales = np.array([0.0, 1.7], np.float32), np.array([1.3, 0.6], np.float32)
-    graph.set("noise", temperatures, scales)
-    texts, keys = [TEXTS[0][:6], TEXTS[1]], keys_of((3, 4), 50, 1)
-    found = graph.run([0, 0], texts, keys)
+    noise = dict(NOISE_SCALE=temperatures, DRAFT_LOGIT_SCALE=scales, NOISE_KEYS=keys_of((3, 4), 50, 1))
+    found = graph.run([0, 0], texts, **noise)
     for slot, text in enumerate(texts):
         logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float().numpy()
         np.testing.assert_allclose(found[names.LOGITS][slot, 0], logits, atol=1e-4)
-        noise = noise_rows((3, 4)[slot], 50, 1, np.arange(TOKENS))[0]
-        z = torch.from_numpy((logits + temperatures[slot] * noise) * scales[slot])
+        added = noise_rows((3, 4)[slot], 50, 1, np.arange(TOKENS))[0]
+        z = torch.from_numpy((logits + temperatures[slot] * added) * scales[slot])
         best = z.log_softmax(-1).topk(3)
         assert found[names.CANDIDATES][slot, 0].tolist() == best.indices.tolist()
         np.testing.assert_allclose(found[names.CANDIDATE_LOG_PROBS][slot, 0], best.values.numpy(), atol=2e-4)
-    drawn = graph.run([0, 0], texts, keys, drawn=True)
+    drawn = graph.run([0, 0], texts, DRAWN=1, **noise)
     assert drawn[names.CANDIDATES].tolist() == found[names.CANDIDATES].tolist()
     assert drawn[names.CANDIDATE_LOG_PROBS][0, 0].tolist() == [rank * DRAWN_LOG_PROB for rank in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("drafted", [0, 9])
-@torch.no_grad()
-def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(
-    little_verifier: Verifier, tmp_path: Path, drafted: int
-) -> None:
-    """With all tokens of the verifier, and with nine of them, in 8 bits on disk."""
-    config = configuration_of(load_config(little_verifier.checkpoint), VOCABULARY, (1,), drafted)
-    torch.manual_seed(5)
-    student = DraftModel(config).eval()
-    for parameter in student.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.3)
-    identity = Identity.of(little_verifier.checkpoint)
-    tokens = torch.arange(3, 3 + 2 * drafted, 2) if drafted else None
-    save_drafter(
-        tmp_path / "student", "draft_model", config, identity, student, counts(), {}, tokens, storage="int8"
-    )  # fmt: skip
-    out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
-    opened = DrafterCheckpoint.open(tmp_path / "student")
-    opened.load(student)
-    built = EXPORTER.trained(Target("d", little_verifier.export, out, TreeBuild(precision="fp32")), opened, identity)
-    own = {ref.initializer for ref in built.weights}
-    assert own == {f"d.{name}" for name in student.state_dict()} | ({"d.head"} if drafted else set())
-    stored = load_file(little_verifier.checkpoint.path / "model.safetensors")
-    embedding, head = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    vocabulary = torch.arange(VOCABULARY) if tokens is None else tokens
-    graph = Drafting(out, record_of("d", built.shape), built.shape, 2)
-    if drafted:
-        graph.calls.bind(names.DRAFT_VOCABULARY, vocabulary.numpy())
-    texts = [[5, 9, 3, 27, 12, 8], [1, 2, 60, 41]]
-    found = graph.run([0, 0], texts)
-    for slot, text in enumerate(texts):
-        state = student(F.embedding(torch.tensor([text]), embedding))[0, -1]
-        logits = head[vocabulary] @ state
-        np.testing.assert_allclose(found[names.LOGITS][slot, 0], logits.numpy(), atol=1e-4)
-        assert found[names.CANDIDATES][slot, 0, 0] == int(vocabulary[logits.argmax()])
-
-
-def test_a_random_draft_model_has_a_few_of_its_verifiers_layers(little_verifier: Verifier, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
-    config = load_config(little_verifier.checkpoint)
-    built = EXPORTER.random(Target("d", little_verifier.export, out, TreeBuild(draft_vocabulary=20, steps=5)), config)
-    assert (built.shape.layers, built.shape.draft_vocabulary, built.shape.nodes) == (2, 20, 6)
-    assert built.precision == "int8"
-
-
 @pytest.mark.parametrize("tokens", [90, 104])
-@torch.no_grad()
 def test_a_vocabulary_of_another_size(tokens: int, tmp_path: Path) -> None:
     """Only ids of both vocabularies are drafted. The last row of a smaller embedding stands for unknown ids."""
-    checkpoint = write_checkpoint(tmp_path / "model", "llama", vocab_size=tokens, num_hidden_layers=1)
-    exported = EXPORTER.checkpoint(
-        Target("d", OF_97, tmp_path, TreeBuild(precision="fp32")), Checkpoint.open(checkpoint)
-    )
+    options = TreeBuild(precision="fp32")
+    model, folder, exported = export_plain(tmp_path, "llama", options, vocab_size=tokens, num_hidden_layers=1)
     assert (exported.shape.vocabulary, exported.shape.draft_vocabulary) == (TOKENS, min(tokens, TOKENS))
     assert len(exported.tables) == (tokens < TOKENS)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    lowered = lower_single(tmp_path, record_of("d", exported.shape), False, "d.draft.single", chains=True)
-    assert lowered is not None
-    beyond = 0
-    for record in (record_of("d", exported.shape), lowered):
-        graph = Drafting(tmp_path, record, exported.shape, 1)
-        if tokens < TOKENS:
-            graph.calls.bind(names.DRAFT_VOCABULARY, np.arange(tokens))
-        for last in range(TOKENS):
-            text = [5, 95, 3, last]
-            found = graph.run([0], [text])
-            known = torch.tensor([[min(token, tokens - 1) for token in text]])
-            logits = model(input_ids=known, use_cache=False).logits[0, -1]
-            np.testing.assert_allclose(found[names.LOGITS][0, 0], logits[:TOKENS].numpy(), atol=1e-4)
-            assert found[names.CANDIDATES][0, 0, 0] == int(logits[:TOKENS].argmax())
-            beyond += int(logits.argmax()) >= TOKENS
+    texts = [[5, 95, 3, last] for last in range(TOKENS)]
+    found = Drafting(folder, exported, "portable", TOKENS).run([0] * TOKENS, texts)
+    logits = model(input_ids=torch.tensor(texts).clamp(max=tokens - 1), use_cache=False).logits[:, -1]
+    np.testing.assert_allclose(found[names.LOGITS][:, 0], logits[:, :TOKENS].numpy(), atol=1e-4)
+    assert found[names.CANDIDATES][:, 0, 0].tolist() == logits[:, :TOKENS].argmax(-1).tolist()
+    beyond = int((logits.argmax(-1) >= TOKENS).sum())
     assert (beyond > 0) == (tokens > TOKENS), "some drafts must be of ids that the verifier lacks"
 
 
@@ -251,23 +216,159 @@ def test_a_checkpoint_that_does_not_fit_the_verifier(tmp_path: Path) -> None:
         sizes_of("d", long, 96)
 
 
-def test_a_student_of_another_verifier(little_verifier: Verifier, tmp_path: Path) -> None:
-    config = configuration_of(load_config(little_verifier.checkpoint), VOCABULARY, (0,))
-    other = Identity(("0" * 64,), Identity.of(little_verifier.checkpoint).tokenizer)
-    save_drafter(tmp_path / "student", "draft_model", config, other, DraftModel(config), counts(), {})
-    opened, mine = DrafterCheckpoint.open(tmp_path / "student"), Identity.of(little_verifier.checkpoint)
-    with pytest.raises(CheckpointError, match="was trained for another verifier"):
-        EXPORTER.trained(Target("d", little_verifier.export, tmp_path, TreeBuild()), opened, mine)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("build", "options", "message"),
     [
-        ({"steps": 25}, "steps must be a number from 1 to 24"),
-        ({"width": 9}, "width must be a number from 1 to 8"),
-        ({"width": 8}, "a tree of 24 levels of 8 nodes is too large"),
+        (TreeBuild, {"steps": 25}, "steps must be a number from 1 to 24"),
+        (TreeBuild, {"width": 9}, "width must be a number from 1 to 8"),
+        (TreeBuild, {"width": 8}, "a tree of 24 levels of 8 nodes is too large"),
+        (SteeringBuild, {"steps": 25}, "steps must be a number from 1 to 24, not 25"),
     ],
 )
-def test_options_that_no_graph_takes(options: dict[str, int], message: str) -> None:
+def test_options_that_no_graph_takes(build: Callable[..., object], options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        TreeBuild(**options)
+        build(**options)
+
+
+# Students, plain and steered.
+
+
+def student_of(
+    folder: Path, verifier: Verifier, drafted: int = 0, states: tuple[str, ...] = STATES, seed: int = 5
+) -> DraftModel:
+    """Write a student's folder in 8 bits. Returns the student with its stored numbers.
+
+    drafted: tokens of its draft vocabulary, every second one from 3 on; 0 for all.   states: that steer it.
+    """
+    config = configuration_of(load_config(verifier.checkpoint), VOCABULARY, (0, 1), drafted, states)
+    student, tokens = randomized(lambda: DraftModel(config), seed, 0.2), torch.arange(3, 3 + 2 * drafted, 2)
+    identity, method = Identity.of(verifier.checkpoint), "steered" if states else "draft_model"
+    save_drafter(folder, method, config, identity, student, counts(), {}, tokens if drafted else None, storage="int8")
+    DrafterCheckpoint.open(folder).load(student)
+    return student
+
+
+def export_student(folder: Path, verifier: Verifier, options: Any) -> tuple[Path, ExportedDrafter]:
+    """The graphs of the student in `folder`/student, and their folder."""
+    out = Path(shutil.copytree(verifier.folder, folder / "graphs"))
+    return out, trained(DrafterCheckpoint.open(folder / "student"), verifier, out, options)
+
+
+def own_weights(drafter: ExportedDrafter) -> set[str]:
+    return {ref.initializer.removeprefix(f"{NAME}.") for ref in drafter.weights}
+
+
+def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(little_verifier: Verifier, tmp_path: Path) -> None:
+    student = student_of(tmp_path / "student", little_verifier, drafted=9, states=())
+    folder, built = export_student(tmp_path, little_verifier, TreeBuild(precision="fp32"))
+    assert own_weights(built) == {*student.state_dict(), "head"}
+    embedding, head = little_verifier.shared
+    vocabulary, texts = torch.arange(3, 21, 2), [[5, 9, 3, 27, 12, 8], [1, 2, 60, 41]]
+    found = Drafting(folder, built, "portable", 2).run([0, 0], texts)
+    for slot, text in enumerate(texts):
+        with torch.no_grad():
+            logits = head[vocabulary] @ student(F.embedding(torch.tensor([text]), embedding))[0, -1]
+        np.testing.assert_allclose(found[names.LOGITS][slot, 0], logits.numpy(), atol=1e-4)
+        assert found[names.CANDIDATES][slot, 0, 0] == int(vocabulary[logits.argmax()])
+
+
+@pytest.fixture(scope="module")
+def steered(
+    little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[DraftModel, Path, ExportedDrafter]:
+    folder = tmp_path_factory.mktemp("steered")
+    student = student_of(folder / "student", little_verifier)
+    return student, *export_student(folder, little_verifier, SteeringBuild(precision="fp32"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_graphs_compute_the_steered_modules_rows(
+    steered: tuple[DraftModel, Path, ExportedDrafter], little_verifier: Verifier, form: str
+) -> None:
+    """Rows of two sequences from positions 0 and 3, each with the hidden states of its own earlier position."""
+    (student, folder, built), rows = steered, 7
+    shape = built.shape
+    assert (shape.hidden_states, shape.steering, shape.steps, shape.width, shape.nodes) == (STATES, 2 * 48, 8, 1, 9)
+    assert own_weights(built) == set(student.state_dict())
+    slots, starts, last = (1, [3], [6]) if form == "single" else (2, [0, 3], [4, 6])
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(slots, rows, 2 * HIDDEN, generator=generator)
+    positions = torch.tensor([list(range(start, start + rows)) for start in starts])
+    record = GraphRecord(graph_file(NAME, names.STEER), steer_inputs(shape), steer_outputs(shape))
+    call = calls_of(folder, record).prepare(B=slots, T=rows)
+    call.inputs["features"][...], call.inputs["features.1"][...] = features.split(HIDDEN, -1)
+    call.inputs[names.POSITIONS][...], call.inputs[names.OUTPUT_ROWS][...] = positions, np.array(last)[:, None]
+    call.run()
+    assert student.steering is not None
+    with torch.no_grad():
+        biases = student.steering(features, positions)
+    np.testing.assert_allclose(call.outputs[names.STEERING], biases, atol=1e-5)
+    assert np.array_equal(call.outputs[names.STEERING_LAST][:, 0], call.outputs[names.STEERING][range(slots), last])
+    assert [bool(first.any()) for first in biases[:, 0]] == [start > 0 for start in starts]
+
+    tokens = torch.randint(0, VOCABULARY, (slots, rows), generator=generator)
+    graph = Drafting(folder, built, form, slots)
+    found = graph.run([0] * slots, tokens.tolist(), every=True, STEERING=biases)
+    embedding, head = little_verifier.shared
+    with torch.no_grad():
+        hidden = student(F.embedding(tokens, embedding), biases)
+    np.testing.assert_allclose(found[names.LOGITS], hidden @ head.T, atol=2e-4)
+
+
+def test_a_drafter_with_random_weights_has_some_layers_and_the_methods_hidden_states(
+    little_verifier: Verifier, tmp_path: Path
+) -> None:
+    """By default its products have 8 bits, those of steering too."""
+    out = Path(shutil.copytree(little_verifier.folder, tmp_path / "graphs"))
+    states = STEERED.method.hidden_states
+    verifier, options = replace(little_verifier.export, hidden_states=states), SteeringBuild(None, 20, steps=3)
+    built = STEERED.random(Target(NAME, verifier, out, options), load_config(little_verifier.checkpoint))
+    assert (built.precision, built.shape.hidden_states, built.shape.layers) == ("int8", states, 2)
+    assert (built.shape.draft_vocabulary, built.shape.nodes, built.shape.steering) == (20, 4, 2 * 48)
+    assert {f"steering.{name}.weight.codes" for name in ("vector", "bias")} <= own_weights(built)
+
+
+def test_steering_belongs_to_its_verifier_and_its_student(little_verifier: Verifier, tmp_path: Path) -> None:
+    """Each wrong pair is one line: another verifier, another method, no steering, weights of another student."""
+    identity = Identity.of(little_verifier.checkpoint)
+    for name, seed in (("mine", 5), ("other", 6)):
+        student_of(tmp_path / name, little_verifier, seed=seed)
+
+    def line(name: str, found: Identity = identity, method: str = "steered") -> str:
+        exporter, options = (STEERED, SteeringBuild()) if method == "steered" else (EXPORTER, TreeBuild())
+        target, opened = (
+            Target(NAME, little_verifier.export, tmp_path, options),
+            DrafterCheckpoint.open(tmp_path / name),
+        )
+        with pytest.raises(CheckpointError) as caught:
+            exporter.trained(target, opened, found)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    other = Identity(("0" * 64,), identity.tokenizer)
+    assert "was trained for another verifier: expected weights" in line("mine", other)
+    assert "redraft train steered --verifier DIR" in line("mine", other)
+    assert "has steering, which draft_model does not read" in line("mine", method="draft_model")
+    own, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("mine", "other"))
+    mixed = {name: (theirs if name.startswith("steering.") else own)[name] for name in own}
+    save_file(mixed, tmp_path / "mine" / "model.safetensors")
+    assert "these are another drafter's weights: expected " in line("mine")
+    give_states(tmp_path / "other", [])
+    assert "is a drafter of steered: it has no steering" in line("other")
+    give_states(tmp_path / "other", ["last", "7"])
+    assert "the verifier's graph does not output hidden state '7'" in line("other")
+
+
+def give_states(folder: Path, states: object) -> None:
+    """Change the hidden states in the configuration of a drafter's folder."""
+    values = json.loads((folder / "config.json").read_text())
+    values["config"]["hidden_states"] = states
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("named", [5, "21", [2, 1], {"2": 1}])
+def test_hidden_states_that_are_no_list_of_names(named: object, little_verifier: Verifier, tmp_path: Path) -> None:
+    student_of(tmp_path, little_verifier)
+    give_states(tmp_path, named)
+    with pytest.raises(CheckpointError, match="hidden_states must be a list of names, not"):
+        read_states(tmp_path, little_verifier.checkpoint)

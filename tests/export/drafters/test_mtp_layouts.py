@@ -22,6 +22,7 @@ from redraft.methods.mtp import MtpBuild
 from tests.export.models import write_checkpoint
 
 from .native_checkpoints import FORMS, LAYERS, N, Tensors, V, draw, write_native
+from .tiny import untraced
 
 LAST = str(LAYERS - 1)
 Edit = Callable[[Tensors], None]
@@ -200,8 +201,6 @@ def test_a_verifier_with_linear_attention_is_refused_by_name(tmp_path: Path) -> 
 
 def test_a_model_that_changes_embeddings_is_refused_by_name(tmp_path: Path) -> None:
     """Granite multiplies embeddings; no module does, so that its layer would not get what it was trained on."""
-    from .test_mtp_native import untraced
-
     write_checkpoint(
         tmp_path / "granite", "granite", num_hidden_layers=LAYERS, embedding_multiplier=3.0, vocab_size=V,
         hidden_size=N, tie_word_embeddings=False,
@@ -221,8 +220,6 @@ def test_a_model_that_changes_embeddings_is_refused_by_name(tmp_path: Path) -> N
 
 
 def test_a_module_has_no_counts_of_tokens(written: dict[str, Path], tmp_path: Path) -> None:
-    from .test_mtp_native import untraced
-
     checkpoint = Checkpoint.open(written["mimo"])
     target = Target("m", untraced(checkpoint, (LAST,)), tmp_path, MtpBuild(draft_vocabulary=9))
     with pytest.raises(UsageError, match="drafter m: draft_vocabulary needs counts of tokens"):

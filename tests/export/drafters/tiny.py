@@ -6,27 +6,33 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
+from torch import nn
 
 from redraft import names
-from redraft.config import BuildConfig, Precision
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_any, lower_chain
 from redraft.engines.manifest import GraphRecord, Manifest
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.loading import load_tensors
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.export.checkpoint.weight_files import NewTensor
+from redraft.export.checkpoint.sources import Source
+from redraft.export.checkpoint.weight_files import FOLDER, NewTensor
 from redraft.export.drafters import ExportedDrafter, find_exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, save_drafter
-from redraft.export.drafters.layer import LayerConfig
+from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.writing import Target
 from redraft.export.verifier import VerifierExport
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.methods.lyanna_token_info import lookup
+from redraft.names import Dtype, WeightRef
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT_SINGLE, lyanna_record
@@ -36,6 +42,9 @@ from tests.export.models import export_verifier, write_checkpoint
 from .token_tree import Tree, build_subtree
 
 HIDDEN, VOCABULARY, CONTEXT = 32, 61, 96
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BUILD: dict[str, object] = {"precision": "fp32", "width": 2, "nodes": 8}
+M = TypeVar("M", bound=nn.Module)
 CONFIG = LyannaConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=16, rank=5, steps=3,
     logit_scale=0.6, draft_logit_scale=1.3,
@@ -61,24 +70,35 @@ def arrays(tables: Iterable[NewTensor]) -> dict[str, np.ndarray]:
     return {made.name: np.concatenate(list(made.slabs())) for made in tables}
 
 
-def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafter:
-    """A drafter without zeros and ones, so that every path counts."""
+def randomized(make: Callable[[], M], seed: int = 3, std: float = 0.3) -> M:
+    """A module without zeros and ones, so that every weight counts, as it is stored."""
     torch.manual_seed(seed)
-    drafter = LyannaDrafter(config).eval().requires_grad_(False)
-    for parameter in drafter.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.3)
-    return drafter
+    module = make().eval().requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1 and "norm" in name), std=std)
+    return module.bfloat16().float()
+
+
+def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafter:
+    """A random drafter of the configuration."""
+    return randomized(lambda: LyannaDrafter(config), seed)
+
+
+def save(
+    folder: Path, verifier: Checkpoint, method: str, module: nn.Module, config: DrafterConfig
+) -> DrafterCheckpoint:
+    """A drafter's folder for a verifier. A draft vocabulary has tokens at random."""
+    data = token_data(config)
+    save_drafter(folder, method, config, Identity.of(verifier), module, data.counts, {}, data.draft_vocabulary)
+    return DrafterCheckpoint.open(folder)
 
 
 def write_drafter(folder: Path, verifier: Checkpoint, config: LyannaConfig = CONFIG, seed: int = 0) -> Path:
-    """A drafter's folder for `verifier`. A draft vocabulary has tokens at random."""
-    module = random_drafter(config, seed)
-    data = token_data(config)
-    save_drafter(folder, "lyanna", config, Identity.of(verifier), module, data.counts, {}, data.draft_vocabulary)
-    return folder
+    """A folder of a random Lyanna drafter for a verifier."""
+    return save(folder, verifier, METHOD.id, random_drafter(config, seed), config).path
 
 
-def token_data(config: LayerConfig) -> TokenData:
+def token_data(config: DrafterConfig) -> TokenData:
     """Counts, and a draft vocabulary if the configuration has one, neither the lowest ids nor the most frequent."""
     drawn = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(4))[: config.draft_vocab_size]
     return TokenData(counts(config.vocab_size), drawn.sort().values if config.draft_vocab_size else None)
@@ -140,35 +160,59 @@ class Exported:
 
 @dataclass(frozen=True)
 class Verifier:
-    """A verifier and the folder of its graph."""
+    """A verifier and the folder of its weights."""
 
     checkpoint: Checkpoint
     folder: Path
     export: VerifierExport
 
+    @property
+    def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embedding and the head."""
+        stored = load_file(self.checkpoint.path / "model.safetensors")
+        return stored[EMBEDDING], stored[HEAD]
 
-def make_verifier(folder: Path, precision: Precision = "fp32") -> Verifier:
-    """A verifier and its graph below `folder`."""
-    checkpoint = write_verifier(folder / "verifier")
-    (folder / "graph").mkdir()
-    config = BuildConfig(precision=precision, hidden_states=("last", "0"))
-    return Verifier(checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", config))
+
+def untraced(checkpoint: Checkpoint, hidden_states: tuple[str, ...], dtype: Dtype = "float32") -> VerifierExport:
+    """The parts of an exported verifier that a drafter's export reads, without the verifier's graph and weights."""
+    text = model_config.load_config(checkpoint)
+    tensors = load_tensors(checkpoint, Architecture.of(text)).parameters
+    shape = model_config.verifier_shape(text, None, dtype)
+    source = Source(checkpoint, dict.fromkeys((EMBEDDING, HEAD), (shape.vocabulary, shape.hidden)), tensors)
+    return VerifierExport(shape, hidden_states, "", (), EMBEDDING, HEAD, source)
+
+
+def make_verifier(folder: Path, dtype: Dtype = "float32") -> Verifier:
+    """A verifier below `folder`. In float32, its embedding and head are placed for drafters."""
+    checkpoint, out = write_verifier(folder / "verifier"), folder / "graph"
+    (out / FOLDER).mkdir(parents=True)
+    export = untraced(checkpoint, ("last", "0"), dtype)
+    if dtype == "float32":
+        export = replace(export, weights=tuple(_placed(export, name, out) for name in (EMBEDDING, HEAD)))
+    return Verifier(checkpoint, out, export)
+
+
+def _placed(export: VerifierExport, name: str, out: Path) -> WeightRef:
+    entry = export.source.stored(name)
+    assert entry is not None
+    return WeightRef(name, export.source.link(name, out), entry.offset, entry.length, entry.dtype, entry.shape)
 
 
 def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **options: object) -> Exported:
     """A random drafter of this configuration, and its graphs in a copy of the verifier's folder."""
-    drafter = write_drafter(folder / "drafter", verifier.checkpoint, config)
-    shutil.copytree(verifier.folder, folder / "graphs")
-    opened = DrafterCheckpoint.open(drafter)
-    build = LyannaBuild(**{"precision": "fp32", "width": 2, "nodes": 8, **options})
-    target = Target(METHOD.id, verifier.export, folder / "graphs", build)
+    opened, out = (
+        DrafterCheckpoint.open(write_drafter(folder / "drafter", verifier.checkpoint, config)),
+        folder / "graphs",
+    )
+    shutil.copytree(verifier.folder, out)
+    target = Target(METHOD.id, verifier.export, out, LyannaBuild(**BUILD | options))
     lyanna = find_exporter(METHOD.id).trained(target, opened, Identity.of(verifier.checkpoint))
-    module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
-    opened.load(module)
-    manifest = manifest_with_verifier(folder / "graphs", verifier, lyanna)
-    stored = load_file(verifier.checkpoint.path / "model.safetensors")
-    weights = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest))
+    return exported(out, verifier, lyanna, random_drafter(config))
+
+
+def exported(folder: Path, verifier: Verifier, lyanna: ExportedDrafter, module: LyannaDrafter) -> Exported:
+    """A drafter's graphs in `folder`, and all forms of them for the CPU."""
+    return Exported(module, lyanna, *verifier.shared, Bundle(folder, manifest_with_verifier(folder, verifier, lyanna)))
 
 
 def manifest_with_verifier(folder: Path, verifier: Verifier, lyanna: ExportedDrafter) -> Manifest:
