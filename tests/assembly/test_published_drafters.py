@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.export.drafters.test_published import LAYERS, eagle_one, eagle_three, write
+from tests.export.drafters.published_checkpoints import LAYERS, eagle_one, eagle_three, write
 from tests.export.models import write_checkpoint
 from tests.little import write_tokenizer
 from tests.runtime.fakes import CURVE

@@ -1,22 +1,16 @@
-"""Published draft checkpoints: their drafters compute what the papers and layouts define, and faults are named.
-
-The writers below make small random checkpoints with the files, keys and tensor names of each project.
-"""
+"""Published draft checkpoints: their drafters compute what the papers and layouts define, and faults are named."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from safetensors.torch import load_file
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint.safetensors import Checkpoint
@@ -26,13 +20,29 @@ from redraft.export.drafters.published import FIRST, FIRST_METHODS, check_layout
 from redraft.methods import ROWS as METHOD_ROWS
 from tests.export.models import write_checkpoint
 
-N, V, H, LAYERS, HEADS, KV_HEADS, WIDTH = 48, 97, 23, 8, 4, 2, 40
+from .published_checkpoints import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    H,
+    N,
+    Tensors,
+    V,
+    draw,
+    eagle_one,
+    eagle_three,
+    sizes,
+    specforge,
+    speculators_one,
+    speculators_three,
+    write,
+)
+
 IDENTITY = Identity(("weights",), "tokenizer")
 STEPS, ROWS = 4, 5
-Tensors = dict[str, torch.Tensor]
-
-
-# The verifier.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EVERY = (eagle_one, eagle_three, specforge, speculators_one, speculators_three)
+Made = tuple[dict[str, Any], Tensors]
 
 
 @pytest.fixture(scope="module")
@@ -45,144 +55,69 @@ def weight(verifier: Checkpoint, name: str) -> torch.Tensor:
     return load_file(str(verifier.path / "model.safetensors"))[name]
 
 
-# Writers, one for each layout.
-
-
-def draw(*shape: int) -> torch.Tensor:
-    """Random numbers that bf16 represents, near 1 for norms."""
-    numbers = torch.randn(*shape) * 0.4 if len(shape) == 1 else torch.randn(*shape) * 0.7 * shape[-1] ** -0.5
-    return (numbers + (len(shape) == 1)).bfloat16().float()
-
-
-def layer_tensors(prefix: str, inputs: int, head_dim: int) -> Tensors:
-    shapes = {
-        "self_attn.q_proj": (HEADS * head_dim, inputs),
-        "self_attn.k_proj": (KV_HEADS * head_dim, inputs),
-        "self_attn.v_proj": (KV_HEADS * head_dim, inputs),
-        "self_attn.o_proj": (N, HEADS * head_dim),
-        "mlp.gate_proj": (WIDTH, N),
-        "mlp.up_proj": (WIDTH, N),
-        "mlp.down_proj": (N, WIDTH),
-        "post_attention_layernorm": (N,),
-    }
-    return {f"{prefix}{name}.weight": draw(*shape) for name, shape in shapes.items()}
-
-
-def sizes(**changes: Any) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "hidden_act": "silu", "hidden_size": N, "intermediate_size": WIDTH,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
-        "vocab_size": V, "max_position_embeddings": 64, "tie_word_embeddings": False, **changes,
-    }  # fmt: skip
-
-
-def draft_map(tensors: Tensors) -> None:
-    tokens = torch.randperm(V)[:H].sort().values
-    tensors["d2t"] = tokens - torch.arange(H)
-    tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, tokens, True)
-
-
-def eagle_one(bias: bool = True, **changes: Any) -> tuple[dict[str, Any], Tensors]:
-    """SafeAILab's EAGLE-1, EAGLE-2 and HASS."""
-    tensors = {"fc.weight": draw(N, 2 * N), **layer_tensors("layers.0.", N, N // HEADS)}
-    if bias:
-        tensors["fc.bias"] = draw(N)
-    return sizes(architectures=["LlamaForCausalLM"], bias=bias, **changes), tensors
-
-
-def eagle_three(
-    prefix: str = "midlayer.", small: bool = True, head: bool = True, architecture: str = "LlamaForCausalLM",
-    **changes: Any,
-) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
-    """SafeAILab's EAGLE-3, and SpecForge's with its architecture."""
-    config = sizes(architectures=[architecture], head_dim=16, draft_vocab_size=H if small else V, **changes)
-    tensors = {
-        "fc.weight": draw(N, 3 * N),
-        **layer_tensors(prefix, 2 * N, 16),
-        f"{prefix}hidden_norm.weight": draw(N),
-        f"{prefix}input_layernorm.weight": draw(N),
-        "norm.weight": draw(N),
-    }
-    if head:
-        tensors["lm_head.weight"] = draw(H if small else V, N)
-    if small:
-        draft_map(tensors)
-    return config, tensors
-
-
-def specforge(**changes: Any) -> tuple[dict[str, Any], Tensors]:
-    return eagle_three(architecture="LlamaForCausalLMEagle3", **changes)
-
-
-def speculators_three(small: bool = True, **changes: Any) -> tuple[dict[str, Any], Tensors]:
-    _, tensors = eagle_three("layers.0.", small)
-    values = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.4.0",
-        "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
-            "verifier": {"name_or_path": "verifier", "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": sizes(head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 700.0}),
-        "draft_vocab_size": H if small else V, "norm_before_residual": True, "norm_before_fc": False,
-        "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None, **changes,
-    }  # fmt: skip
-    return values, tensors
-
-
-def speculators_one(**changes: Any) -> tuple[dict[str, Any], Tensors]:
-    tensors = {"fusion_fc.weight": draw(N, 2 * N), **layer_tensors("transformer.", N, N // HEADS)}
-    values = {
-        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "fusion_bias": False,
-        "layernorms": False, "speculators_config": {"algorithm": "eagle"}, "transformer_layer_config": sizes(),
-        **changes,
-    }  # fmt: skip
-    return values, tensors
-
-
-def write(folder: Path, values: dict[str, Any], tensors: Tensors, pickled: bool = False) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, str(folder / "model.safetensors"))
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(3)
 
 
-# References: a loop over all rows, computed again for every drafted token.
+def with_tensors(made: Made, tensors: Tensors, **values: Any) -> Made:
+    """A checkpoint with more tensors and values."""
+    return {**made[0], **values}, {**made[1], **tensors}
 
 
-def reference_one(
-    tensors: Tensors, config: dict[str, Any], features: torch.Tensor, tokens: list[int], embedding: torch.Tensor,
-    head: torch.Tensor, prefix: str = "layers.0.", fc: str = "fc",
-) -> list[torch.Tensor]:  # fmt: skip
-    """Return the logits [V] of each step of EAGLE (section 4.1), whose layer is transformers' without its first norm.
+def norms_of_states() -> Tensors:
+    return {f"fc_norm.{i}.weight": draw(N) for i in range(3)}
 
-    features: [T, N].   tokens: the T tokens one step ahead.
+
+def last_state_alone() -> Made:
+    values, tensors = eagle_three(eagle_config={"use_aux_hidden_state": False})
+    return values, {name: tensor for name, tensor in tensors.items() if name != "fc.weight"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published checkpoint and what tells its computation from others.
+
+    prefix: of the layer's tensors.   fusion: name of EAGLE-1's product.   states: hidden states that it reads.
     """
-    llama = LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
-    llama._attn_implementation = "eager"
-    layer = LlamaDecoderLayer(llama, 0).eval()
-    layer.input_layernorm = nn.Identity()
-    layer.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
-    rotary, rows, ids, found = LlamaRotaryEmbedding(llama), list(features), list(tokens), []
-    for _ in range(STEPS):
-        pairs = torch.stack([torch.cat([embedding[i], row]) for i, row in zip(ids, rows, strict=True)])[None]
-        x = F.linear(pairs, tensors[f"{fc}.weight"], tensors.get(f"{fc}.bias"))
-        mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
-        positions = torch.arange(len(ids))[None]
-        out = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary(x, positions))
-        feature = (out[0] if isinstance(out, tuple) else out)[0, -1]
-        found.append(head @ feature)
-        rows.append(feature)
-        ids.append(int(found[-1].argmax()))
-    return found
+
+    make: Callable[[], Made]
+    prefix: str = "midlayer."
+    fusion: str = ""
+    states: tuple[str, ...] = ("1", "3", "4")
+    theta: float = 10000.0
+    normed_residual: bool = False
+    normed_back: bool = False
+    pickled: bool = False
+
+
+def first(make: Callable[[], Made], prefix: str = "layers.0.", fusion: str = "fc", **options: Any) -> Case:
+    return Case(make, prefix, fusion, ("last",), **options)
+
+
+def speculators(make: Callable[[], Made], normed_residual: bool = True) -> Case:
+    return Case(make, "layers.0.", theta=700.0, normed_residual=normed_residual)
+
+
+CASES = {
+    "one": first(eagle_one),
+    "one in a bin": first(lambda: eagle_one(False, rope_theta=500.0), theta=500.0, pickled=True),
+    "one with a head": first(lambda: with_tensors(eagle_one(), {HEAD: draw(V, N)})),
+    "one of speculators": first(speculators_one, "transformer.", "fusion_fc"),
+    "bin": Case(eagle_three, pickled=True),
+    "all tokens": Case(lambda: eagle_three(small=False)),
+    "tied head": Case(lambda: eagle_three(head=False)),
+    "tied head of all tokens": Case(lambda: eagle_three(small=False, head=False)),
+    "last state": Case(last_state_alone, states=("last",)),
+    "specforge": Case(specforge),
+    "layers.0": Case(lambda: specforge(prefix="layers.0."), "layers.0."),
+    "3.1": Case(lambda: with_tensors(specforge(norm_output=True), norms_of_states(), fc_norm=True), normed_back=True),
+    "speculators": speculators(speculators_three),
+    "residual": speculators(lambda: speculators_three(norm_before_residual=False, small=False), False),
+    "joint norm": speculators(
+        lambda: with_tensors(speculators_three(norm_before_fc=True), {"input_norm.weight": draw(3 * N)})
+    ),
+}
 
 
 def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -198,33 +133,43 @@ def rotated(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag])
 
 
-def reference_three(
-    tensors: Tensors, features: torch.Tensor, tokens: list[int], embedding: torch.Tensor, head: torch.Tensor,
-    ids_of: list[int], prefix: str, theta: float = 10000.0, head_dim: int = 16, normed_residual: bool = False,
-    normed_back: bool = False,
+def reference(
+    case: Case, tensors: Tensors, features: torch.Tensor, tokens: list[int], embedding: torch.Tensor,
+    head: torch.Tensor, ids: list[int],
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return the logits [H] of each step of EAGLE-3 (section 3.1), row by row and head by head.
+    """Return the logits [H] of each step of EAGLE (section 4.1) or EAGLE-3 (3.1), row by row and head by head.
 
-    features: [T, 3 N] of the verifier.   ids_of: the token of each logit.
+    features: [T, n] of the verifier, of all its hidden states.   tokens: the T tokens one step ahead.
+    ids: the token of each logit.
     """
-    own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    own = {name.removeprefix(case.prefix): t for name, t in tensors.items() if name.startswith(case.prefix)}
+    head_dim = len(own["self_attn.q_proj.weight"]) // HEADS
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
-    def row(position: int, feature: torch.Tensor, token: int) -> torch.Tensor:
+    def inputs(feature: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs of attention, and the residual. EAGLE-1 has no norm before attention."""
+        if case.fusion:
+            fused = tensors[f"{case.fusion}.weight"] @ torch.cat([embedding[token], feature])
+            fused = fused + tensors.get(f"{case.fusion}.bias", torch.zeros(N))
+            return fused, fused
         normed = norm(feature, own["hidden_norm.weight"])
         read = torch.cat([norm(embedding[token], own["input_layernorm.weight"]), normed])
+        return read, normed if case.normed_residual else feature
+
+    def row(position: int, feature: torch.Tensor, token: int) -> torch.Tensor:
+        read, residual = inputs(feature, token)
         q = (own["self_attn.q_proj.weight"] @ read).view(HEADS, head_dim)
         k = (own["self_attn.k_proj.weight"] @ read).view(KV_HEADS, head_dim)
-        keys.append(torch.stack([rotated(one, position, theta) for one in k]))
+        keys.append(torch.stack([rotated(one, position, case.theta) for one in k]))
         values.append((own["self_attn.v_proj.weight"] @ read).view(KV_HEADS, head_dim))
         heads = []
         for number in range(HEADS):
             kv = number // (HEADS // KV_HEADS)
-            query = rotated(q[number], position, theta)
+            query = rotated(q[number], position, case.theta)
             shares = torch.stack([query @ key[kv] for key in keys]).div(head_dim**0.5).softmax(0)
             heads.append(sum(share * value[kv] for share, value in zip(shares, values, strict=True)))
-        x = (normed if normed_residual else feature) + own["self_attn.o_proj.weight"] @ torch.cat(heads)
+        x = residual + own["self_attn.o_proj.weight"] @ torch.cat(heads)
         inner = norm(x, own["post_attention_layernorm.weight"])
         gate = F.silu(own["mlp.gate_proj.weight"] @ inner) * (own["mlp.up_proj.weight"] @ inner)
         return x + own["mlp.down_proj.weight"] @ gate
@@ -235,19 +180,14 @@ def reference_three(
             feature = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)])
         if "input_norm.weight" in tensors:
             feature = norm(feature, tensors["input_norm.weight"])
-        fused = tensors["fc.weight"] @ feature if "fc.weight" in tensors else feature
-        last = row(position, fused, token)
+        last = row(position, tensors["fc.weight"] @ feature if len(case.states) > 1 else feature, token)
     found = []
     for step in range(STEPS):
-        read = norm(last, tensors["norm.weight"])
+        read = last if case.fusion else norm(last, tensors["norm.weight"])
         found.append(head @ read)
         if step < STEPS - 1:
-            token = ids_of[int(found[-1].argmax())]
-            last = row(len(tokens) + step, read if normed_back else last, token)
+            last = row(len(tokens) + step, read if case.normed_back else last, ids[int(found[-1].argmax())])
     return found
-
-
-# Ours.
 
 
 def converted(folder: Path, verifier: Checkpoint) -> tuple[FeatureDrafter, TokenData, DrafterCheckpoint]:
@@ -270,8 +210,8 @@ def drafted(
         mask = torch.ones(rows, cols, dtype=torch.bool).tril(cols - rows)
         return F.scaled_dot_product_attention(*split, mask, enable_gqa=True).transpose(1, 2).flatten(2)
 
-    embedding = weight(verifier, "model.embed_tokens.weight")
-    head = weight(verifier, "lm_head.weight")[ids] if module.head is None else module.head.weight
+    embedding = weight(verifier, EMBEDDING)
+    head = weight(verifier, HEAD)[ids] if module.head is None else module.head.weight
     positions = torch.arange(len(tokens))
     out = module(module.inputs(features[None]), embedding[tokens][None], positions, attend)
     found = []
@@ -284,113 +224,34 @@ def drafted(
     return found
 
 
-def assert_close(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> None:
-    assert len(ours) == len(reference) == STEPS
-    for one, other in zip(ours, reference, strict=True):
-        assert float(one.std()) > 0.1
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-
-
-def drawn_rows(states: int) -> tuple[torch.Tensor, list[int]]:
-    return torch.randn(ROWS, states * N), torch.randint(V, (ROWS,)).tolist()
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "head", "pickled"),
-    [
-        (eagle_one, {}, False, False),
-        (lambda: eagle_one(False, rope_theta=500.0), {}, False, True),
-        (eagle_one, {}, True, False),
-        (speculators_one, {"prefix": "transformer.", "fc": "fusion_fc"}, False, False),
-    ],
-    ids=["safetensors", "bin without bias", "own head", "speculators"],
-)
-def test_eagle_one_computes_the_papers_steps(verifier, tmp_path, make, options, head, pickled):
-    values, tensors = make()
-    own_head = {"lm_head.weight": draw(V, N)} if head else {}
-    stored = {**tensors, **own_head, "embed_tokens.weight": weight(verifier, "model.embed_tokens.weight")}
-    if pickled:
+@pytest.mark.parametrize("name", CASES)
+def test_a_drafter_computes_the_papers_steps(verifier, tmp_path, name):
+    """EAGLE-1's checkpoints here also have the verifier's embedding, and the buffer of older ones if in a bin."""
+    case = CASES[name]
+    values, tensors = case.make()
+    embedding = weight(verifier, EMBEDDING)
+    stored = {**tensors, **({"embed_tokens.weight": embedding} if case.fusion else {})}
+    if case.fusion and case.pickled:
         stored["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
-    module, data, checkpoint = converted(write(tmp_path / "it", values, stored, pickled), verifier)
-    assert (checkpoint.method, checkpoint.verifier) == ("eagle", IDENTITY)
-    assert all(getattr(module.config, name) == value for name, value in METHOD_ROWS[FIRST].form.items())
-    assert (module.config.hidden_states, module.config.own_head) == (("last",), head)
+    module, data, checkpoint = converted(write(tmp_path / "it", values, stored, case.pickled), verifier)
+    method, config = FIRST if case.fusion else "eagle3", module.config
+    assert (checkpoint.method, checkpoint.verifier) == (method, IDENTITY)
+    assert (config.hidden_states, config.own_head) == (case.states, HEAD in tensors)
+    if case.fusion:
+        assert all(getattr(config, name) == value for name, value in METHOD_ROWS[FIRST].form.items())
     assert torch.equal(data.counts, torch.ones(V, dtype=torch.long))
-    features, tokens = drawn_rows(1)
-    matrix, embedding = (
-        own_head.get("lm_head.weight", weight(verifier, "lm_head.weight")),
-        stored["embed_tokens.weight"],
-    )
-    layer_config = values.get("transformer_layer_config", values)
-    with torch.no_grad():
-        reference = reference_one(tensors, layer_config, features, tokens, embedding, matrix, **options)
-        assert_close(drafted(module, features, tokens, verifier, list(range(V))), reference)
-
-
-def norms_of_states(tensors: Tensors) -> Tensors:
-    return {**tensors, **{f"fc_norm.{i}.weight": draw(N) for i in range(3)}}
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "pickled"),
-    [
-        (eagle_three, {}, True),
-        (lambda: eagle_three(small=False), {}, False),
-        (lambda: eagle_three(head=False), {}, False),
-        (lambda: eagle_three(small=False, head=False), {}, False),
-        (specforge, {}, False),
-        (lambda: specforge(prefix="layers.0."), {"prefix": "layers.0."}, False),
-        (lambda: specforge(norm_output=True), {"normed_back": True, "norms": True}, False),
-        (speculators_three, {"prefix": "layers.0.", "theta": 700.0, "normed_residual": True}, False),
-        (
-            lambda: speculators_three(norm_before_residual=False, small=False),
-            {"prefix": "layers.0.", "theta": 700.0},
-            False,
-        ),
-        (
-            lambda: speculators_three(norm_before_fc=True),
-            {"prefix": "layers.0.", "theta": 700.0, "normed_residual": True, "joint": True},
-            False,
-        ),
-    ],
-    ids=[
-        "bin", "all-tokens", "tied-head", "tied-all", "specforge", "layers.0", "3.1", "speculators", "residual",
-        "joint",
-    ],
-)  # fmt: skip
-def test_eagle_three_computes_the_papers_steps(verifier, tmp_path, make, options, pickled):
-    values, tensors = make()
-    if options.pop("norms", False):
-        values["fc_norm"], tensors = True, norms_of_states(tensors)
-    if options.pop("joint", False):
-        tensors = {**tensors, "input_norm.weight": draw(3 * N)}
-    module, data, checkpoint = converted(write(tmp_path / "it", values, tensors, pickled), verifier)
-    assert checkpoint.method == "eagle3"
-    assert module.config.hidden_states == ("1", "3", "4")
     ids = list(range(V)) if data.draft_vocabulary is None else data.draft_vocabulary.tolist()
-    assert len(ids) == values["draft_vocab_size"]
+    assert len(ids) == values.get("draft_vocab_size", V)
     if "d2t" in tensors:
         assert ids == [i + int(offset) for i, offset in enumerate(tensors["d2t"])]
-    features, tokens = drawn_rows(3)
-    head = tensors.get("lm_head.weight", weight(verifier, "lm_head.weight")[ids])
-    embedding = weight(verifier, "model.embed_tokens.weight")
+    features, tokens = torch.randn(ROWS, len(case.states) * N), torch.randint(V, (ROWS,)).tolist()
+    head = tensors.get(HEAD, weight(verifier, HEAD)[ids])
     with torch.no_grad():
-        reference = reference_three(
-            tensors, features, tokens, embedding, head, ids, **{"prefix": "midlayer.", **options}
-        )
-        assert_close(drafted(module, features, tokens, verifier, ids), reference)
-
-
-def test_eagle_three_may_read_the_last_hidden_state_alone(verifier, tmp_path):
-    values, tensors = eagle_three(eagle_config={"use_aux_hidden_state": False})
-    del tensors["fc.weight"]
-    module, data, _ = converted(write(tmp_path / "it", values, tensors), verifier)
-    assert module.config.hidden_states == ("last",)
-    features, tokens = drawn_rows(1)
-    ids, embedding = data.draft_vocabulary.tolist(), weight(verifier, "model.embed_tokens.weight")
-    with torch.no_grad():
-        reference = reference_three(tensors, features, tokens, embedding, tensors["lm_head.weight"], ids, "midlayer.")
-        assert_close(drafted(module, features, tokens, verifier, ids), reference)
+        expected = reference(case, tensors, features, tokens, embedding, head, ids)
+        found = drafted(module, features, tokens, verifier, ids)
+    for one, other in zip(found, expected, strict=True):
+        assert float(one.std()) > 0.1
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -407,29 +268,23 @@ def test_ids_are_layers_that_states_enter_or_in_eagle_config_leave(verifier, tmp
 
 
 def test_maps_of_all_tokens_are_not_needed(verifier, tmp_path):
-    values, tensors = eagle_three(small=False)
     for filled in (False, True):  # SafeAILab's writer and SpecForge's
         maps = {"d2t": torch.zeros(V, dtype=torch.long), "t2d": torch.full((V,), filled)}
-        module, data, _ = converted(write(tmp_path / str(filled), values, {**tensors, **maps}), verifier)
-        assert data.draft_vocabulary is None
-        assert module.config.draft_vocab_size == 0
+        made = with_tensors(eagle_three(small=False), maps)
+        module, data, _ = converted(write(tmp_path / str(filled), *made), verifier)
+        assert (data.draft_vocabulary, module.config.draft_vocab_size) == (None, 0)
 
 
-def test_names_may_begin_with_model(verifier, tmp_path):
+def test_weights_may_be_in_several_bin_files_next_to_other_ones_and_begin_with_model(verifier, tmp_path):
     values, tensors = specforge()
-    outside = ("lm_head.weight", "d2t", "t2d")
-    named = {name if name in outside else f"model.{name}": tensor for name, tensor in tensors.items()}
-    module, _, _ = converted(write(tmp_path / "it", values, named), verifier)
-    torch.testing.assert_close(module.features.weight, tensors["fc.weight"])
-
-
-def test_weights_may_be_in_several_bin_files_next_to_other_ones(verifier, tmp_path):
-    values, tensors = eagle_three()
-    folder = write(tmp_path / "it", values, dict(list(tensors.items())[::2]), pickled=True)
-    torch.save(dict(list(tensors.items())[1::2]), folder / "pytorch_model-00002-of-00002.bin")
+    outside = (HEAD, "d2t", "t2d")
+    named = [(name if name in outside else f"model.{name}", tensor) for name, tensor in tensors.items()]
+    folder = write(tmp_path / "it", values, dict(named[::2]), pickled=True)
+    torch.save(dict(named[1::2]), folder / "pytorch_model-00002-of-00002.bin")
     torch.save({"steps": 3}, folder / "training_args.bin")
     module, _, _ = converted(folder, verifier)
-    torch.testing.assert_close(module.head.weight, tensors["lm_head.weight"])
+    torch.testing.assert_close(module.head.weight, tensors[HEAD])
+    torch.testing.assert_close(module.features.weight, tensors["fc.weight"])
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -443,21 +298,30 @@ def test_only_the_verifiers_head_has_its_scale(tmp_path, head):
 def test_an_embedding_may_be_stored_in_a_smaller_type(verifier, tmp_path, dtype, monkeypatch):
     monkeypatch.setattr("redraft.export.checkpoint.base.SLAB_BYTES", 1000)
     values, tensors = eagle_one()
-    tensors["embed_tokens.weight"] = weight(verifier, "model.embed_tokens.weight").to(dtype)
+    tensors["embed_tokens.weight"] = weight(verifier, EMBEDDING).to(dtype)
     converted(write(tmp_path / "it", values, tensors), verifier)
     tensors["embed_tokens.weight"][60] += 1
     with pytest.raises(CheckpointError, match="differs from the verifier's embedding, first in row 60"):
         converted(write(tmp_path / "other", values, tensors), verifier)
 
 
+ONE, THREE = "EAGLE-1, EAGLE-2 or HASS in {} layout", "EAGLE-3 in {} layout"
+
+
+def without_bias_key() -> Made:
+    values, tensors = eagle_one()
+    return {key: value for key, value in values.items() if key != "bias"}, tensors
+
+
 @pytest.mark.parametrize(
     ("make", "method", "layout", "description"),
     [
-        (eagle_one, "eagle", "safeailab", "EAGLE-1, EAGLE-2 or HASS in SafeAILab's layout"),
-        (eagle_three, "eagle3", "safeailab", "EAGLE-3 in SafeAILab's layout"),
-        (specforge, "eagle3", "specforge", "EAGLE-3 in SpecForge's layout"),
-        (speculators_one, "eagle", "speculators", "EAGLE-1, EAGLE-2 or HASS in speculators' layout"),
-        (speculators_three, "eagle3", "speculators", "EAGLE-3 in speculators' layout"),
+        (eagle_one, "eagle", "safeailab", ONE.format("SafeAILab's")),
+        (without_bias_key, "eagle", "safeailab", ONE.format("SafeAILab's")),
+        (eagle_three, "eagle3", "safeailab", THREE.format("SafeAILab's")),
+        (specforge, "eagle3", "specforge", THREE.format("SpecForge's")),
+        (speculators_one, "eagle", "speculators", ONE.format("speculators'")),
+        (speculators_three, "eagle3", "speculators", THREE.format("speculators'")),
     ],
 )
 def test_layouts_are_recognised(tmp_path, make, method, layout, description):
@@ -466,20 +330,16 @@ def test_layouts_are_recognised(tmp_path, make, method, layout, description):
         found = recognise(folder)
         assert found is not None
         assert (found.path, found.method, found.layout, found.description) == (folder, method, layout, description)
-
-
-def test_eagle_one_without_its_bias_key_is_recognised_by_its_tensors(tmp_path):
-    values, tensors = eagle_one()
-    del values["bias"]
-    found = recognise(write(tmp_path, values, tensors))
-    assert found is not None
-    assert found.method == "eagle"
+        check_layout(folder, "eagle3")
 
 
 def test_other_folders_are_not_recognised(verifier, tmp_path):
+    """Functions that open a folder name its missing or damaged configuration, so `check_layout` does not."""
     values, tensors = eagle_one()
     assert recognise(verifier.path) is None
+    check_layout(verifier.path, "draft_model")
     assert recognise(tmp_path) is None
+    check_layout(tmp_path, "eagle3")
     assert recognise(write(tmp_path / "dflash", {"speculators_model_type": "dflash"}, tensors)) is None
     other = {**tensors, "layers.0.input_layernorm.weight": draw(N), "hidden_norm.weight": draw(N)}
     assert recognise(write(tmp_path / "block", {"model_type": "qwen3"}, other)) is None
@@ -487,37 +347,30 @@ def test_other_folders_are_not_recognised(verifier, tmp_path):
     assert recognise(tmp_path) is None
     drafter = convert(write(tmp_path / "it", values, tensors), verifier, IDENTITY, tmp_path / "out")
     assert recognise(drafter.path) is None
+    check_layout(drafter.path, "eagle3")
     with pytest.raises(CheckpointError, match="no published drafter of a known layout"):
         convert(drafter.path, verifier, IDENTITY, tmp_path / "again")
 
 
-@pytest.mark.parametrize("make", [eagle_one, speculators_one])
-def test_an_id_names_the_method_of_a_drafter_of_eagle_ones_form(verifier, tmp_path, make):
-    folder = write(tmp_path / "first", *make())
+def test_an_id_names_the_method_of_drafters_of_eagle_ones_form_only(verifier, tmp_path):
+    for name in FIRST_METHODS:
+        assert METHOD_ROWS[name].form == METHOD_ROWS[FIRST].form
+    folder = write(tmp_path / "first", *eagle_one())
     ours = convert(folder, verifier, IDENTITY, tmp_path / "ours").path
     for path in (folder, ours):
         assert [named_method(path, name) for name in FIRST_METHODS] == list(FIRST_METHODS)
     assert {named_method(folder, name) for name in ("", "mine", "eagle3", "griffin", "draft_model")} == {"eagle"}
-
-
-def test_an_id_does_not_name_the_method_of_other_drafters(verifier, tmp_path):
-    third = write(tmp_path / "third", *eagle_three())
-    assert named_method(third, "hass") == "eagle3"
+    assert named_method(write(tmp_path / "third", *eagle_three()), "hass") == "eagle3"
     assert named_method(verifier.path, "mine") == "draft_model"
 
 
-def test_the_methods_of_eagle_ones_form_have_one_form():
-    for name in FIRST_METHODS:
-        assert METHOD_ROWS[name].form == METHOD_ROWS[FIRST].form
-
-
-def renamed(tensors: Tensors) -> Tensors:
-    return {name.replace("layers.0.", "block."): tensor for name, tensor in tensors.items()}
+def renamed(made: Made) -> Made:
+    return made[0], {name.replace("layers.0.", "block."): tensor for name, tensor in made[1].items()}
 
 
 UNKNOWN = [
     (
-        lambda: (eagle_one()[0], renamed(eagle_one()[1])),
+        lambda: renamed(eagle_one()),
         r"no known layout has block\.mlp\.down_proj\.weight, block\..*\.weight and 4 more; .*method=draft_model$",
     ),
     (lambda: ({"medusa_num_heads": 3}, {"0.0.linear.weight": draw(N, N)}), r"has 0\.0\.linear\.weight; .* wrote$"),
@@ -541,13 +394,7 @@ def test_an_unknown_layout_is_named_with_its_keys(tmp_path, make, message):
         assert "\n" not in str(caught.value)
 
 
-def test_layouts_that_are_known(verifier, tmp_path):
-    """A missing or damaged configuration is named by the functions that open the folder."""
-    check_layout(tmp_path, "eagle3")
-    for make in (eagle_one, eagle_three, specforge, speculators_one, speculators_three):
-        check_layout(write(tmp_path / make.__name__, *make()), "eagle3")
-    check_layout(convert(tmp_path / "eagle_one", verifier, IDENTITY, tmp_path / "ours").path, "eagle3")
-    check_layout(verifier.path, "draft_model")
+def test_a_model_has_no_layout_of_a_drafter(verifier):
     with pytest.raises(CheckpointError, match=r"no known layout has layers\.1\.input_layernorm\.weight, .*59 more"):
         check_layout(verifier.path, "eagle3")
 
