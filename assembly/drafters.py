@@ -154,7 +154,8 @@ def _native_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint) -> Open
 
 def _published_drafter(drafter: DrafterSettings, checkpoint: AnyCheckpoint, identity: Identity) -> OpenedDrafter:
     """Return a draft checkpoint that another project published."""
-    from redraft.export.drafters.published import convert, read_states, recognise
+    from redraft.export.drafters.published import read_states, recognise
+    from redraft.export.drafters.published_conversion import convert
 
     published, exporter = recognise(drafter.path), find_exporter(drafter.method.id)
     assert published is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -27,13 +27,15 @@ from redraft.export.checkpoint.sources import AnySource, Source
 from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.gguf.checkpoint import SUFFIX
-from redraft.methods import checkpoint_method, find_method
+from redraft.methods import find_method
 from redraft.names import DRAFT_VOCABULARY, TOKENIZER_FILE
 from redraft.records import from_plain
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 TOKEN_COUNTS = "token_counts"
+MOST_LISTED = 4
+"""Names of tensors that an error lists of each kind."""
 Storage = Literal["bf16", "int8"]
 """Type of a drafter's stored matrices."""
 C = TypeVar("C", bound=DrafterConfig)
@@ -71,11 +73,6 @@ def is_plain_checkpoint(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and "model_type" in values and "method" not in values
-
-
-def named_method(path: Path) -> str:
-    """Return the method of a draft model, or of the drafter in a folder. Raises CheckpointError if it has none."""
-    return checkpoint_method() if is_plain_checkpoint(path) else DrafterCheckpoint.open(path).method
 
 
 class TokenData(NamedTuple):
@@ -231,14 +228,16 @@ def differences(
     """
     for word, keys in (("missing", set(expected) - set(found)), ("surplus", set(found) - set(expected))):
         if keys:
-            yield f"{word} {', '.join(sorted(keys)[:most])}{_more(len(keys), most)}"
+            yield f"{word} {listed(sorted(keys), most)}"
     other = [name for name, shape in expected.items() if name in found and found[name] != shape]
     for name in other[:most]:
         yield f"{name} is {list(found[name])}, expected {list(expected[name])}"
 
 
-def _more(names: int, most: int | None) -> str:
-    return "" if most is None or names <= most else f" and {names - most} more"
+def listed(keys: Sequence[str], most: int | None = MOST_LISTED) -> str:
+    """Return names with commas: the first `most` and the number of the others, or all if it is None."""
+    more = "" if most is None or len(keys) <= most else f" and {len(keys) - most} more"
+    return f"{', '.join(keys[:most])}{more}"
 
 
 def _vocabulary_problems(tokens: torch.Tensor, size: int, vocabulary: int) -> Iterator[str]:

@@ -33,10 +33,10 @@ from redraft.export.drafters.steering import SteerGraph, Steering, steer
 from redraft.export.drafters.writing import (
     Target,
     empty_module,
-    examples,
     parameter_shapes,
     random_source,
     stem,
+    trace,
     write_graph,
     write_tables,
 )
@@ -45,7 +45,6 @@ from redraft.export.graph.attention import LayerRecorder
 from redraft.export.graph.decoder import TracedDecoder, trace_decoder
 from redraft.export.reference import first_layers
 from redraft.methods.base import Method
-from redraft.methods.chains import draft_vocabulary_tables
 from redraft.methods.decoder import (
     DecoderBuild,
     DecoderShape,
@@ -55,7 +54,7 @@ from redraft.methods.decoder import (
     steer_outputs,
 )
 from redraft.names import STEER, WeightRef
-from redraft.signatures import VerifierShape
+from redraft.signatures import VerifierShape, verifier_inputs
 
 RANDOM_LAYERS = 4
 """Layers of a drafter with random weights."""
@@ -166,7 +165,7 @@ def _traced(
     made: list[DecoderShape] = []
     steerings: list[Steering] = []
 
-    def trace(network: nn.Module, recorded: LayerRecorder, found: VerifierShape) -> ir.Model:
+    def trace_network(network: nn.Module, recorded: LayerRecorder, found: VerifierShape) -> ir.Model:
         shape = _shape(target, own, found, tokens, sum(steerings[0].sizes) if steerings else 0)
         made.append(shape)
         decoder = tracing.VerifierModule(network, (), recorded)
@@ -180,7 +179,7 @@ def _traced(
             width = target.verifier.shape.hidden
             steerings.append(empty_module(lambda: Steering(width, states, sizes), target.dtype))
 
-    traced = trace_decoder(own.architecture, rows, own.checkpoint, own.loaded, trace, change=change)
+    traced = trace_decoder(own.architecture, rows, own.checkpoint, own.loaded, trace_network, change=change)
     return made[0], traced, steerings[0] if steerings else None
 
 
@@ -244,18 +243,16 @@ class _Graph(nn.Module):
 
 
 def _trace(graph: _Graph, shape: DecoderShape) -> ir.Model:
-    b, t, r, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("T", 1), ("R", 1), ("C", 2)))
-    tables = draft_vocabulary_tables(shape)
-    args, dynamic = tracing.decoder_arguments(shape.decoder, b, t, r, c)
-    biases = [torch.zeros(*args[0].shape, shape.steering, dtype=tracing.TORCH[shape.dtype])] if shape.steering else []
-    keys = torch.ones(*args[5].shape, 2, dtype=torch.long)
-    sampling = Sampling.example(1)._replace(keys=keys)
-    sizes = Sampling.dims(b)._replace(keys={0: b, 1: r})
-    fixed: list[dict[int, Any]] = [{} for _ in tables]
-    return tracing.trace_graph(
-        graph, (*args, biases, sampling, examples(tables)), (*dynamic, [{0: b, 1: t}] * len(biases), sizes, fixed),
-        draft_inputs(shape), draft_outputs(shape),
-    )  # fmt: skip
+    own = len(verifier_inputs(shape.decoder))
+    first = own - 2 * shape.layers
+
+    def group(inputs: list[Any]) -> tuple[Any, ...]:
+        biased = own + bool(shape.steering)
+        sampled = biased + len(Sampling._fields)
+        sampling, tables = Sampling(*inputs[biased:sampled]), inputs[sampled:]
+        return (*inputs[:first], inputs[first:own], inputs[own:biased], sampling, tables)
+
+    return trace(graph, (draft_inputs(shape), draft_outputs(shape)), group)
 
 
 def _source(
@@ -287,11 +284,8 @@ def _write_steering(
 
     source: of the drafter's parameters, by their names in a bundle.
     """
-    rows, dtype = torch.arange(tracing.TRACED_NODES).repeat(tracing.TRACED_BATCH, 1), tracing.TORCH[shape.dtype]
-    features = [torch.zeros(*rows.shape, shape.hidden, dtype=dtype) for _ in shape.hidden_states]
-    b, t = (torch.export.Dim(symbol, min=1) for symbol in ("B", "T"))
-    args, dynamic = (features, rows, rows[:, :1].clone()), ([{0: b, 1: t}] * len(features), {0: b, 1: t}, {0: b})
-    model = tracing.trace_graph(SteerGraph(steering), args, dynamic, steer_inputs(shape), steer_outputs(shape))
+    signature = steer_inputs(shape), steer_outputs(shape)
+    model = trace(SteerGraph(steering), signature, lambda inputs: (inputs[:-2], *inputs[-2:]))
     passes.simplify(model)
     prefix = "steering."
     new_names = {name: f"{stem(target.name)}{name}" for name in parameter_shapes(steering, prefix)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -136,14 +137,9 @@ class DraftModel(nn.Module):
 
         biases: of `steering`, [B, L, S], for a model that has it.
         """
-        if self.steering is None:
-            return self._states_of(embeddings)
-        assert biases is not None, "a model with steering needs the biases of its rows"
-        with self.steering.applied(biases):
-            return self._states_of(embeddings)
-
-    def _states_of(self, embeddings: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.body(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+        assert self.steering is None or biases is not None, "a model with steering needs the biases of its rows"
+        with nullcontext() if self.steering is None or biases is None else self.steering.applied(biases):
+            out: torch.Tensor = self.body(inputs_embeds=embeddings, use_cache=False).last_hidden_state
         return out
 
     @torch.no_grad()

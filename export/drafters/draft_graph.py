@@ -145,6 +145,14 @@ class LevelAttention(ChainAttention):
         return positions[-1], attend
 
 
+class Pending(NamedTuple):
+    """The rows to catch up on: features [B, M, n] of all hidden states, the tokens after them, and positions [B, M]."""
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+
 class Sampling(NamedTuple):
     """The inputs of `methods.chains.sampling_inputs`, in order."""
 
@@ -152,12 +160,6 @@ class Sampling(NamedTuple):
     noise_scale: torch.Tensor
     keys: torch.Tensor
     drawn: torch.Tensor
-
-    @classmethod
-    def example(cls, steps: int) -> Sampling:
-        """Return values for two sequences and trees of `steps` levels, to trace a graph with."""
-        keys = torch.ones(2, steps, 2, dtype=torch.long)
-        return cls(torch.ones(2), torch.zeros(2), keys, torch.zeros(2, dtype=torch.long))
 
     def noisy(self, logits: torch.Tensor, tables: Sequence[torch.Tensor], step: int = 0) -> torch.Tensor:
         """Return logits [B, S, H] of the levels from `step` on, with noise. A draft vocabulary is the last table."""
@@ -169,15 +171,11 @@ class Sampling(NamedTuple):
         """Return `noisy` logits times the draft logit scale."""
         return self.noisy(logits, tables, step) * self.scale[:, None, None]
 
-    @classmethod
-    def dims(cls, batch: Any) -> Any:
-        """Return the sizes that vary, for `torch.export`."""
-        every: list[Any] = [{0: batch}] * len(cls._fields)
-        return cls(*every)
-
 
 class DraftGraph(nn.Module, Generic[M]):
     """A drafter with the verifier's embedding and the rows of its head for H tokens. A subclass computes the draft.
+
+    Inputs and outputs are in the order of `methods.chains.draft_inputs` and `draft_outputs`.
 
     It changes the drafter that it wraps: rotation becomes one operator over every position that a draft can reach.
     """
@@ -199,6 +197,28 @@ class DraftGraph(nn.Module, Generic[M]):
         layer.rotary = GraphRotary(layer.rotary, positions, tracing.TORCH[self.shape.dtype])
         modules.replace_rms_norms(drafter)
 
+    def forward(
+        self, features: torch.Tensor | list[torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor,
+        pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        sampling: Sampling, tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Return the tree, the logits of its levels' best nodes, and the KV buffers."""
+        rows = self.rows(positions, pending, cache_len, kv_len, key, value)
+        joined = torch.cat(features, dim=-1) if isinstance(features, list) else features
+        *tree, chain = self.draft(Pending(joined, tokens, positions), rows, sampling, tables)
+        return (*tree, chain, *rows.caches)
+
+    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+        """Return the rows of a draft. The arguments are those of `ChainRows`."""
+        drafter: Any = self.drafter
+        return ChainAttention(drafter.config, *rows)
+
+    @abstractmethod
+    def draft(
+        self, pending: Pending, rows: Any, sampling: Sampling, tables: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return tokens, parents and log probabilities of the tree, [B, K] each, and the chain's logits [B, N, H]."""
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, T, n] of tokens [B, T]."""
         return F.embedding(tokens, self.embedding)
@@ -214,19 +234,13 @@ class TokenChain(DraftGraph[M], Generic[M]):
     The drafter takes features, embeddings, positions, how to attend and which rows to keep, and has `readout`.
     """
 
-    @abstractmethod
-    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
-        """Return the rows of a draft. The arguments are those of `ChainRows`."""
-
-    def forward(
-        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
-        tables: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    def draft(
+        self, pending: Pending, rows: ChainRows[Any], sampling: Sampling, tables: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the chain and its logits."""
         drafter: Any = self.drafter
-        attention = self.rows(positions, pending, cache_len, kv_len, key, value)
-        hidden = drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
-        nodes = [attention.last_token(tokens)]
+        hidden = drafter(pending.features, self.embed(pending.tokens), pending.positions, rows.catch_up(), rows.last)
+        nodes = [rows.last_token(pending.tokens)]
         log_probs, chain = [torch.zeros_like(nodes[0], dtype=torch.float32)], []
         by_rank, of_rank = sampling.drawn[:, None] > 0, rank_log_probs(1)
         for step in range(self.shape.steps):
@@ -236,7 +250,6 @@ class TokenChain(DraftGraph[M], Generic[M]):
             nodes.append(tracing.take(tables[0], best) if tables else best)
             log_probs.append(log_probs[-1] + torch.where(by_rank, of_rank, log_prob))
             if step + 1 < self.shape.steps:
-                hidden = drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
-        parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
-        tree = torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1)
-        return (*tree, torch.cat(chain, 1), *attention.caches)
+                hidden = drafter(hidden, self.embed(nodes[-1]), *rows.next_step())
+        parents = torch.arange(-1, self.shape.steps)[None].expand(pending.tokens.shape[0], -1)
+        return torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1), torch.cat(chain, 1)

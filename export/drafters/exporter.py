@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import onnx_ir as ir
 from torch import nn
 
 from redraft.export.checkpoint.base import AnyCheckpoint
@@ -126,6 +125,16 @@ class DraftExporter(Exporter[C]):
     def graph(self, target: Target, module: Any, shape: Any) -> nn.Module:
         """Return the draft graph's computation."""
 
+    def sizes(self, target: Target, config: Any) -> dict[str, Any]:
+        """Return the fields that the shapes of all methods have."""
+        return dict(
+            hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
+            draft_vocabulary=config.limited(target.options.draft_vocabulary),
+            draft_logit_scale=config.draft_logit_scale,
+            dtype=target.dtype,
+        )
+
     def random(self, target: Target, verifier: Any) -> ExportedDrafter:
         """Write a drafter with random weights for a verifier of this transformers configuration."""
         config = self.random_config(target, verifier)
@@ -141,7 +150,7 @@ class DraftExporter(Exporter[C]):
         vocabulary = DraftVocabulary.of(tokens, shape.draft_vocabulary)
         tables = self.tables(target, module, source, vocabulary, shape)
         target.progress("trace drafter", 0, 1)
-        model = self.trace(self.graph(target, module, shape), shape)
+        model = trace_draft(self.graph(target, module, shape), shape, self.method, self.translations)
         own_head = getattr(config, "own_head", False)
         weights = write_traced(target, model, source, vocabulary, self.logits, own_head)
         return ExportedDrafter(shape, target.precision, weights, write_tables(target.name, tables, target.out))
@@ -151,7 +160,3 @@ class DraftExporter(Exporter[C]):
     ) -> tuple[NewTensor, ...]:
         """Return the tables of the method's specification."""
         return vocabulary.tables()
-
-    def trace(self, graph: nn.Module, shape: Any) -> ir.Model:
-        """Trace the draft graph."""
-        return trace_draft(graph, shape, self.method, self.translations)

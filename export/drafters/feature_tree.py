@@ -10,7 +10,7 @@ from torch import nn
 
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
-from redraft.export.drafters.draft_graph import DraftGraph, LevelAttention, Sampling
+from redraft.export.drafters.draft_graph import DraftGraph, LevelAttention, Pending, Sampling
 from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import with_sizes
@@ -60,18 +60,14 @@ class FeatureTreeExporter(DraftExporter[FeatureConfig]):
             )
         width = min(options.width, drafted)
         return FeatureTreeShape(
-            hidden=config.hidden_size,
-            vocabulary=config.vocab_size,
+            **self.sizes(target, config),
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             steps=options.steps,
             width=width,
             nodes=options.tree_nodes(width),
-            draft_vocabulary=drafted,
             static=self.row.static,
             hidden_states=config.hidden_states,
-            draft_logit_scale=config.draft_logit_scale,
-            dtype=target.dtype,
         )
 
     def graph(self, target: Target, module: FeatureDrafter, shape: FeatureTreeShape) -> nn.Module:
@@ -88,17 +84,19 @@ def _kind(config: FeatureConfig) -> str:
 
 
 class _Draft(DraftGraph[FeatureDrafter]):
-    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
+    """The draft graph's computation."""
 
-    def forward(
-        self, features: torch.Tensor | list[torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor,
-        pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        sampling: Sampling, tables: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    def rows(self, *rows: torch.Tensor) -> LevelAttention:
+        """Return rows whose levels branch."""
+        return LevelAttention(self.drafter.config, *rows)
+
+    def draft(
+        self, pending: Pending, rows: LevelAttention, sampling: Sampling, tables: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Grow the tree level by level."""
         shape, drafter = self.shape, self.drafter
-        attention = LevelAttention(drafter.config, positions, pending, cache_len, kv_len, key, value)
-        rows = drafter.inputs(torch.cat(features, dim=-1) if isinstance(features, list) else features)
-        predicted = drafter(rows, self.embed(tokens), positions, attention.catch_up(), attention.last)
+        read = drafter.inputs(pending.features), self.embed(pending.tokens), pending.positions
+        predicted = drafter(*read, rows.catch_up(), rows.last)
         not_first = torch.full((shape.width - 1,), _NOT_FIRST)
         tree = LevelTree(shape.width, sampling.drawn, torch.cat([rank_log_probs(1), not_first]), shape.static)
         chain = [self.logits(predicted.token)]
@@ -106,11 +104,10 @@ class _Draft(DraftGraph[FeatureDrafter]):
         for step in range(1, shape.steps):
             parents, columns = tree.best()
             best = tracing.take(tables[-1], columns) if tables else columns
-            level = attention.next_step() if shape.width == 1 else attention.next_level(shape.width, parents)
+            level = rows.next_step() if shape.width == 1 else rows.next_level(shape.width, parents)
             predicted = drafter(tracing.gather_rows(predicted.feature, parents), self.embed(best), *level)
             logits = self.logits(predicted.token)  # [B, W, H]
             chain.append(logits[:, :1])
             keys = sampling.keys[:, step : step + 1].expand(-1, shape.width, -1)
             tree.grow(sampling._replace(keys=keys).scaled(logits, tables))
-        whole = tree.whole(attention.last_token(tokens), shape.nodes, tables)
-        return (*whole, torch.cat(chain, 1), *attention.caches)
+        return (*tree.whole(rows.last_token(pending.tokens), shape.nodes, tables), torch.cat(chain, 1))

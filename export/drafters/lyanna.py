@@ -33,13 +33,13 @@ from redraft.export.checkpoint.sources import AnySource
 from redraft.export.checkpoint.weight_files import NewTensor
 from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, TokenData, fill
-from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, Sampling
+from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, Pending, Sampling
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
 from redraft.export.drafters.lyanna_token_info import TokenInfo, make_tables
 from redraft.export.drafters.lyanna_token_tree import TRANSLATIONS, token_tree
-from redraft.export.drafters.writing import Target, examples, stem
+from redraft.export.drafters.writing import Target, stem, trace_draft
 from redraft.export.graph import passes, tracing
 from redraft.export.graph.decoder import finish
 from redraft.methods.base import resampled_nodes
@@ -168,24 +168,12 @@ class LyannaExporter(DraftExporter[LyannaConfig]):
         """Write both graphs, the weights and the tables."""
         written = super().write(target, config, module, source, tokens)
         if written.shape.steps > 1:
-            model = self.trace_resample(written.shape)
+            graph = _Resample(written.shape)
+            model = trace_draft(graph, written.shape, self.method, self.translations, names.RESAMPLE)
+            passes.simplify(model)
+            finish(model)
             ir.save(model, target.out / graph_file(target.name, names.RESAMPLE))
         return written
-
-    def trace_resample(self, shape: LyannaShape) -> ir.Model:
-        """Return the resample graph."""
-        b, tables = torch.export.Dim("B", min=1), self.method.tables(shape)
-        args = (
-            torch.zeros(2, shape.steps, shape.draft_vocabulary), torch.ones(2, dtype=torch.long),
-            torch.zeros(2, dtype=torch.long), Sampling.example(shape.steps - 1), examples(tables),
-        )  # fmt: skip
-        fixed: list[dict[int, Any]] = [{} for _ in tables]
-        dynamic = ({0: b}, {0: b}, {0: b}, Sampling.dims(b), fixed)
-        signature = self.method.graphs[names.RESAMPLE].signature(shape)
-        model = tracing.trace_graph(_Resample(shape), args, dynamic, *signature, TRANSLATIONS)
-        passes.simplify(model)
-        finish(model)
-        return model
 
 
 EXPORTER = LyannaExporter
@@ -247,23 +235,19 @@ def _tree(
 
 
 class _Draft(DraftGraph[LyannaDrafter]):
-    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
+    """The draft graph's computation."""
 
-    def forward(
-        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
-        tables: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
-        chain = [
-            self.drafter.first(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
-        ]  # [B, 1, n] each
+    def draft(
+        self, pending: Pending, rows: ChainAttention, sampling: Sampling, tables: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Unroll the chain, and build the tree of its logits."""
+        read = pending.features, self.embed(pending.tokens), pending.positions
+        chain = [self.drafter.first(*read, rows.catch_up(), rows.last)]  # [B, 1, n] each
         for _ in range(1, self.shape.steps):
-            chain.append(self.drafter.following(chain[-1], *attention.next_step()))
+            chain.append(self.drafter.following(chain[-1], *rows.next_step()))
         logits = self.logits(torch.cat(chain, dim=1))  # [B, N, H], in one product
-        roots = attention.last_token(tokens)[:, 0]
-        tree = _tree(self.shape, logits, sampling, roots, tables, self.shape.nodes)
-        return (*tree, logits, *attention.caches)
+        roots = rows.last_token(pending.tokens)[:, 0]
+        return (*_tree(self.shape, logits, sampling, roots, tables, self.shape.nodes), logits)
 
 
 class _Resample(nn.Module):

@@ -10,18 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redraft import names
 from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.draft_graph import Sampling
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.static_tree import Accuracies, HeadsExporter, StaticTree, check_heads
-from redraft.export.drafters.writing import Target, examples
+from redraft.export.drafters.writing import Target
 from redraft.export.graph import tracing
 from redraft.methods.static_tree import Node, StaticTreeShape
 
@@ -86,18 +84,6 @@ class MedusaExporter(HeadsExporter[MedusaConfig]):
     def graph(self, target: Target, module: MedusaHeads, shape: StaticTreeShape) -> nn.Module:
         """Return the draft graph's computation."""
         return _Draft(module, shape, self.tree(module.config, target.options))
-
-    def trace(self, graph: nn.Module, shape: StaticTreeShape) -> ir.Model:
-        """Trace the draft graph, which has no rows to catch up on."""
-        b, tables = torch.export.Dim("B", min=1), self.method.tables(shape)
-        args = (
-            torch.zeros(2, names.MAX_PENDING_FEATURES, shape.hidden, dtype=tracing.TORCH[shape.dtype]),
-            torch.ones(2, dtype=torch.long), torch.zeros(2, dtype=torch.long), Sampling.example(shape.steps),
-            examples(tables),
-        )  # fmt: skip
-        fixed: list[dict[int, Any]] = [{} for _ in tables]
-        dynamic = ({0: b}, {0: b}, {0: b}, Sampling.dims(b), fixed)
-        return tracing.trace_graph(graph, args, dynamic, *self.method.graphs[names.DRAFT].signature(shape))
 
 
 EXPORTER = MedusaExporter

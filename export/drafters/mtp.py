@@ -17,7 +17,7 @@ from torch import nn
 
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.drafters import ExportedDrafter
-from redraft.export.drafters.draft_graph import ChainAttention, ChainRows, TokenChain
+from redraft.export.drafters.draft_graph import TokenChain
 from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, verifier_sizes
 from redraft.export.drafters.mtp_modules import NativeModule, require_module
@@ -69,20 +69,12 @@ class MtpExporter(DraftExporter[LayerConfig]):
 
     def shape(self, target: Target, config: LayerConfig) -> MtpShape:
         """Return the graph's sizes."""
-        return MtpShape(
-            hidden=config.hidden_size,
-            vocabulary=config.vocab_size,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            steps=target.options.steps,
-            draft_vocabulary=config.limited(target.options.draft_vocabulary),
-            draft_logit_scale=config.draft_logit_scale,
-            dtype=target.dtype,
-        )
+        steps = target.options.steps
+        return MtpShape(**self.sizes(target, config), kv_heads=config.kv_heads, head_dim=config.head_dim, steps=steps)
 
     def graph(self, target: Target, module: MtpDrafter, shape: MtpShape) -> nn.Module:
         """Return the draft graph's computation."""
-        return _Draft(module, module.config, shape, target.verifier.shape.max_positions)
+        return TokenChain(module, module.config, shape, target.verifier.shape.max_positions)
 
     def find_native(self, checkpoint: AnyCheckpoint) -> NativeModule:
         """Return the module inside of a checkpoint. Raises CheckpointError if it has none of a known layout."""
@@ -94,11 +86,3 @@ class MtpExporter(DraftExporter[LayerConfig]):
 
 
 EXPORTER = MtpExporter
-
-
-class _Draft(TokenChain[MtpDrafter]):
-    """The draft of a module with a layer of its own."""
-
-    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
-        """Attend as the drafter's layer."""
-        return ChainAttention(self.drafter.config, *rows)

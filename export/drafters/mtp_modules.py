@@ -38,7 +38,7 @@ from redraft.export.checkpoint.loading import LoadedTensors, check_entries, chec
 from redraft.export.checkpoint.model_config import load_config
 from redraft.export.checkpoint.safetensors import LAYER_PREFIX, Checkpoint, read_header
 from redraft.export.checkpoint.stored_tensor import StoredTensor
-from redraft.export.drafters.checkpoint import differences
+from redraft.export.drafters.checkpoint import MOST_LISTED, differences, listed
 from redraft.export.reference import keep_layers
 from redraft.names import LAST_HIDDEN_STATE
 
@@ -46,7 +46,6 @@ EMBEDDING_NORM, HIDDEN_NORM, PROJECTION, NORM = "embedding_norm", "hidden_norm",
 """Parts of a module around its decoder layer: norms of its inputs, their projection, and the norm before the head."""
 OWN_KEY = "redraft_mtp"
 """In a checkpoint's config.json: names the file of a module in redraft's layout."""
-_MAX_LISTED = 4
 _WITHOUT = "train a drafter for it with `redraft train`"
 
 
@@ -143,10 +142,8 @@ def require_module(checkpoint: AnyCheckpoint) -> NativeModule:
     if found := find_module(checkpoint):
         return found
     if names := sorted(checkpoint.modules):
-        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
         raise CheckpointError(
-            f"{checkpoint.path} has a module of an unknown layout: no known layout has "
-            f"{', '.join(names[:_MAX_LISTED])}{more}",
+            f"{checkpoint.path} has a module of an unknown layout: no known layout has {listed(names)}",
             f"known are the layouts of {', '.join(layout.name for layout in (DEEPSEEK, MIMO, QWEN))}",
         )
     raise CheckpointError(f"{checkpoint.path} has no multi-token-prediction module", _WITHOUT)
@@ -179,7 +176,6 @@ def _own_entries(path: Path, named: Any) -> dict[str, TensorEntry]:
 _LAYERS, _LAYER = "model.layers.", "model.layers.0."
 _BUFFER = "rotary_emb.inv_freq"
 """Older checkpoints store a buffer of this name, which the configuration determines."""
-_MOST_LISTED = 4
 _DAMAGED = "give the checkpoint as it was published, or leave out --drafter native"
 
 
@@ -251,6 +247,6 @@ def _stored_as(found: NativeModule, one: Architecture, checkpoint: Checkpoint) -
     }
     here = {name: entry.shape for name, entry in entries.items()}
     stored, needed = ({f"{found.prefix}{name}": shape for name, shape in of.items()} for of in (here, expected))
-    if problems := list(differences(stored, needed, _MOST_LISTED)):
+    if problems := list(differences(stored, needed, MOST_LISTED)):
         raise CheckpointError(f"{checkpoint.path}: {found.description}: {'; '.join(problems)}", _DAMAGED)
     return {f"{_LAYER}{name}": entries[f"{layout.layer}{name}"] for name in inner}

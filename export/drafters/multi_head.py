@@ -20,7 +20,7 @@ from torch import nn
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint.model_config import decoder_shape
-from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, GraphRotary, Sampling
+from redraft.export.drafters.draft_graph import ChainAttention, DraftGraph, GraphRotary, Pending, Sampling
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
 from redraft.export.drafters.static_tree import Accuracies, HeadsExporter, StaticTree, check_heads
 from redraft.export.drafters.writing import Target
@@ -132,10 +132,7 @@ EXPORTER = MultiHeadExporter
 
 
 class _Draft(DraftGraph[MultiHeadDrafter]):
-    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`.
-
-    Heads that the tree does not reach are left out.
-    """
+    """The draft graph's computation. Heads that the tree does not reach are left out."""
 
     def __init__(
         self, drafter: MultiHeadDrafter, config: MultiHeadConfig, shape: MultiHeadShape, max_positions: int,
@@ -152,13 +149,15 @@ class _Draft(DraftGraph[MultiHeadDrafter]):
             layer.rotary = rotary
         modules.replace_rms_norms(drafter)
 
-    def forward(
-        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
-        tables: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        attention = ChainAttention(self._together, positions, pending, cache_len, kv_len, key, value)
-        states = self.drafter(features, positions, attention.catch_up(), attention.last, self.shape.steps)
+    def rows(self, *rows: torch.Tensor) -> ChainAttention:
+        """Return rows that all layers attend for at once."""
+        return ChainAttention(self._together, *rows)
+
+    def draft(
+        self, pending: Pending, rows: ChainAttention, sampling: Sampling, tables: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Make the tree of all heads' candidates after the last row."""
+        read = pending.features, pending.positions
+        states = self.drafter(*read, rows.catch_up(), rows.last, self.shape.steps)
         logits = self.logits(states.squeeze(1))  # [B, N, H]
-        tree = self.static(logits, attention.last_token(tokens), sampling, tables)
-        return (*tree, logits, *attention.caches)
+        return (*self.static(logits, rows.last_token(pending.tokens), sampling, tables), logits)

@@ -13,6 +13,27 @@ from redraft.errors import CheckpointError
 from redraft.export.checkpoint.base import DOWNLOAD_AGAIN
 from redraft.export.checkpoint.safetensors import Checkpoint
 
+EMBEDDING, HEAD, D2T, T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+"""Names of tensors in all layouts."""
+IN_LAYER = {
+    "layer.q_proj.weight": "self_attn.q_proj.weight",
+    "layer.k_proj.weight": "self_attn.k_proj.weight",
+    "layer.v_proj.weight": "self_attn.v_proj.weight",
+    "layer.o_proj.weight": "self_attn.o_proj.weight",
+    "layer.mlp_norm.weight": "post_attention_layernorm.weight",
+    "layer.gate_proj.weight": "mlp.gate_proj.weight",
+    "layer.up_proj.weight": "mlp.up_proj.weight",
+    "layer.down_proj.weight": "mlp.down_proj.weight",
+}
+"""Published names of our parameters, after the layer's prefix."""
+TENSORS = {
+    *(f"{layer}{name}" for layer in ("midlayer.", "layers.0.", "transformer.") for name in IN_LAYER.values()),
+    *(f"{layer}{name}.weight" for layer in ("midlayer.", "layers.0.") for name in ("input_layernorm", "hidden_norm")),
+    *("fc.weight", "fc.bias", "fusion_fc.weight", "fusion_fc.bias", "norm.weight", "input_norm.weight"),
+    *(f"fc_norm.{i}.weight" for i in range(3)),
+    *(EMBEDDING, HEAD, D2T, T2D),
+}
+"""Names of tensors in the layouts."""
 _PREFIX = "model."
 """Some writers put it before the names of all tensors but the head's and the vocabulary's."""
 _BUFFER = "rotary_emb.inv_freq"

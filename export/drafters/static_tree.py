@@ -106,14 +106,7 @@ class HeadsExporter(DraftExporter[C]):
 
     def sizes(self, target: Target, config: Any) -> dict[str, Any]:
         """Return the fields of a `StaticTreeShape`."""
-        return dict(
-            hidden=config.hidden_size,
-            vocabulary=config.vocab_size,
-            tree=tuple(self.tree(config, target.options)),
-            draft_vocabulary=config.limited(target.options.draft_vocabulary),
-            draft_logit_scale=config.draft_logit_scale,
-            dtype=target.dtype,
-        )
+        return {**super().sizes(target, config), "tree": tuple(self.tree(config, target.options))}
 
 
 class StaticTree(nn.Module):

@@ -26,11 +26,10 @@ from redraft.export.verifier import VerifierExport
 from redraft.export.weights import place
 from redraft.methods import Method
 from redraft.names import Dtype, Precision, TensorSpec, WeightRef
+from redraft.signatures import Signature
 
-_TORCH = {"float16": torch.float16, "float32": torch.float32, "int8": torch.int8, "uint8": torch.uint8,
-          "int64": torch.int64}  # fmt: skip
-_TRACED_ROWS = 3
-_TRACED_KV_ROWS = 16
+_TRACED = {"B": 2, "M": 3, "T": 4, "R": 3, "C": 16}
+"""Sizes of the signatures' symbols in a trace."""
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -106,30 +105,41 @@ def random_source(target: Target, shapes: Mapping[str, tuple[int, ...]]) -> Rand
     return RandomSource.write(dict(shapes), target.out, STORED[target.precision], f"{stem(target.name)}random")
 
 
-def trace_draft(
-    graph: nn.Module, shape: Any, method: Method[Any], translations: Mapping[Any, Any] = tracing.TRANSLATIONS
-) -> ir.Model:
-    """Trace the graph of a draft that catches up on rows.
+def trace(
+    graph: nn.Module, signature: Signature, group: Callable[[list[Any]], tuple[Any, ...]],
+    translations: Mapping[Any, Any] = tracing.TRANSLATIONS,
+) -> ir.Model:  # fmt: skip
+    """Trace a graph with the sizes of its signature.   group: its inputs, in order -> the arguments of its call."""
+    inputs, outputs = signature
+    dims = {symbol: torch.export.Dim(symbol, min=2 if symbol == "C" else 1) for symbol in _TRACED}
+    varying = [{place: dims[dim] for place, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in inputs]
+    return tracing.trace_graph(graph, group([*map(_example, inputs)]), group(varying), inputs, outputs, translations)
 
-    graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, a `Sampling`, tables. Features
-    of several hidden states are a list.
+
+def _example(spec: TensorSpec) -> torch.Tensor:
+    """Return zeros of a shape and type. A table's take no memory."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if all(isinstance(dim, int) for dim in spec.shape):
+        return torch.zeros(1, dtype=dtype).expand([int(dim) for dim in spec.shape])
+    return torch.zeros([_TRACED[dim] if isinstance(dim, str) else dim for dim in spec.shape], dtype=dtype)
+
+
+def trace_draft(
+    graph: nn.Module, shape: Any, method: Method[Any], translations: Mapping[Any, Any] = tracing.TRANSLATIONS,
+    role: str = names.DRAFT,
+) -> ir.Model:  # fmt: skip
+    """Trace a graph that makes a tree.
+
+    graph: takes features, a list if they are several hidden states, its other inputs, a `Sampling`, a list of tables.
     """
-    dtype, states, tables = tracing.TORCH[shape.dtype], len(method.states_of(shape)), method.tables(shape)
-    cache = torch.zeros(2, shape.kv_heads, _TRACED_KV_ROWS, shape.head_dim, dtype=dtype)
-    rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
-    b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
-    features = [torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype) for _ in range(states)]
-    args: tuple[Any, ...] = (
-        features if states > 1 else features[0], rows, rows.clone(), torch.full((2,), 2),
-        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(),
-        Sampling.example(shape.steps), examples(tables),
-    )  # fmt: skip
-    rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
-    dynamic: tuple[Any, ...] = (
-        [rows_of] * states if states > 1 else rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of,
-        Sampling.dims(b), [{} for _ in tables],
-    )  # fmt: skip
-    return tracing.trace_graph(graph, args, dynamic, *method.graphs[names.DRAFT].signature(shape), translations)
+    states, tables = len(method.states_of(shape)), len(method.tables(shape))
+
+    def group(inputs: list[Any]) -> tuple[Any, ...]:
+        features, end = inputs[:states] if states > 1 else inputs[0], len(inputs) - tables
+        begin = end - len(Sampling._fields)
+        return (features, *inputs[states:begin], Sampling(*inputs[begin:end]), inputs[end:])
+
+    return trace(graph, method.graphs[role].signature(shape), group, translations)
 
 
 def write_traced(
@@ -170,11 +180,6 @@ def write_graph(
     finish(model)
     ir.save(model, target.out / graph_file(target.name, role))
     return refs
-
-
-def examples(tables: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return zeros of the right shapes and types, which take no memory, to trace a graph with."""
-    return [torch.zeros(1, dtype=_TORCH[spec.dtype]).expand([int(dim) for dim in spec.shape]) for spec in tables]
 
 
 def write_tables(name: str, tables: Sequence[NewTensor], folder: Path) -> tuple[WeightRef, ...]:

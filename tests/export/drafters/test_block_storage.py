@@ -116,8 +116,3 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, changes, message):
     change(save(tmp_path, storage="int8"), **changes)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
-
-
-def test_without_an_option_matrices_are_bf16(tmp_path):
-    module, _ = load(save(tmp_path))
-    assert torch.equal(module.whole.weight, Small().whole.weight.bfloat16().float())

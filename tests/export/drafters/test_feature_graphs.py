@@ -6,45 +6,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from redraft import names
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
-from redraft.export.drafters.draft_graph import Sampling as DraftSampling
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
-from redraft.export.drafters.feature_tree import FeatureTreeExporter, _Draft
+from redraft.export.drafters.feature_tree import FeatureTreeExporter
 from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
 from redraft.export.drafters.writing import Target
 from redraft.methods import ROWS, find_method
-from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape
+from redraft.methods.feature_tree import FeatureTreeBuild
 
 from .draft_calls import (
-    GREEDY,
     NAME,
-    NOISY,
-    SCALED,
-    Arrays,
     Draft,
     Expected,
     Exported,
-    Run,
     Sampling,
     chained,
     check_drafts,
-    empty_cache,
     export,
     in_each_form,
     program,
-    record_of,
     trained,
 )
-from .tiny import CONTEXT, HIDDEN, VOCABULARY, Verifier, randomized, save
+from .tiny import HIDDEN, VOCABULARY, Verifier, randomized, save
 
 METHOD = find_method("eagle2")
 STEPS = 3
@@ -90,7 +79,8 @@ CASES = {
         drafted=11,
     ),
 }  # fmt: skip
-"""Every kind of outputs. A tree of two steps has one level to attend for, one of three has two."""
+"""Every kind of outputs. A tree of two steps has one level to attend for, one of three has two. Other forms differ in
+the formulas of their modules only."""
 
 
 def random_module(config: FeatureConfig, std: float = 0.15) -> FeatureDrafter:
@@ -147,45 +137,6 @@ def test_a_draft_is_the_tree_of_the_modules_paths(
     """A node's path sees no other path."""
     made, config = exported
     check_drafts(made, program(made, form, len(samplings)), samplings, expected_of(made, config, little_verifier))
-
-
-def in_torch(exported: Exported, config: FeatureConfig, verifier: Verifier) -> Run:
-    """Return the draft graph before it is exported."""
-    graph, specs = _Draft(random_module(config), config, exported.shape, CONTEXT), record_of(exported)
-    graph.embedding.data, graph.head.data = verifier.shared
-    caches: list[torch.Tensor] = []
-
-    def run(inputs: Arrays) -> Arrays:
-        if not caches:
-            caches.extend(torch.from_numpy(empty_cache(exported.shape, len(inputs[names.TOKENS]))) for _ in range(2))
-        given = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        rows = (names.FEATURE_ROWS, names.TOKENS, names.POSITIONS, names.NUM_PENDING, names.CACHE_LEN, names.KV_LEN)
-        sampling = (names.DRAFT_LOGIT_SCALE, names.NOISE_SCALE, names.NOISE_KEYS, names.DRAWN)
-        *made, caches[0], caches[1] = graph(
-            *(given[name] for name in rows), *caches, DraftSampling(*(given[name] for name in sampling)), []
-        )
-        return {spec.name: value.numpy() for spec, value in zip(specs.outputs, made, strict=False)}
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("fusion", "outputs"),
-    [
-        ("linear", "two"), ("gated", "one"), ("token_guided", "two"), ("token_guided_narrow", "normed"),
-        ("attention", "normed_back"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("width", [1, 3])
-def test_each_form_drafts_its_modules_paths(
-    little_verifier: Verifier, fusion: Fusion, outputs: Outputs, width: int
-) -> None:
-    """The graph as torch computes it, since a trace of each form takes seconds. Its trees have every candidate."""
-    config, nodes = form(fusion, outputs, feature_norms=width == 1), build(nodes=100).tree_nodes(width)
-    shape = FeatureTreeShape(HIDDEN, VOCABULARY, config.kv_heads, config.head_dim, STEPS, width, nodes, VOCABULARY)
-    made = Exported(Path(), METHOD, ExportedDrafter(shape, "fp32", (), ()), np.arange(VOCABULARY))
-    run, expected = in_torch(made, config, little_verifier), expected_of(made, config, little_verifier)
-    check_drafts(made, run, (GREEDY, SCALED, NOISY), expected)
 
 
 GUIDES: tuple[tuple[Guide, ...], ...] = (("fused", "feature"), ("fused", "fused"), ("fused",), ("token",))

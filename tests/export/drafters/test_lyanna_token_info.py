@@ -18,7 +18,7 @@ from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.writing import write_tables
-from redraft.methods.lyanna import TOKEN_INFO_INDEX, LyannaBuild, LyannaShape, token_info_tables
+from redraft.methods.lyanna import LyannaBuild, LyannaShape, token_info_tables
 from redraft.methods.lyanna_token_info import lookup
 
 from .tiny import CONFIG, VOCABULARY, arrays, random_drafter, token_data
@@ -168,13 +168,6 @@ def test_a_drafter_without_token_information_adds_nothing(form: str) -> None:
     assert not any(lookup(tables, token).any() for token in range(VOCABULARY))
 
 
-def test_the_index_maps_drafted_tokens_to_rows_and_all_others_to_the_last() -> None:
-    shape = shape_of("fp16", DRAFTED)
-    index, drafted = tables_of(shape)[TOKEN_INFO_INDEX], vocabulary_of(shape).tokens
-    assert index[drafted].tolist() == list(range(DRAFTED))
-    assert (np.delete(index, drafted) == DRAFTED).all()
-
-
 def test_a_large_whole_vocabulary_is_pruned_by_default() -> None:
     """More than 40 K tokens to 32 K (§6.1). A draft vocabulary that was trained stays as it is."""
     for vocab_size, trained, asked, drafted in (
@@ -185,15 +178,22 @@ def test_a_large_whole_vocabulary_is_pruned_by_default() -> None:
         assert lyanna_shape(config, LyannaBuild(draft_vocabulary=asked)).draft_vocabulary == drafted
 
 
-def test_a_node_has_no_more_children_than_there_are_tokens() -> None:
-    assert lyanna_shape(CONFIG, LyannaBuild(width=4, draft_vocabulary=4)).width == 4
-    with pytest.raises(UsageError, match="a node cannot have 4 children of 3 tokens; lower width"):
-        lyanna_shape(CONFIG, LyannaBuild(width=4, draft_vocabulary=3))
-
-
-def test_no_more_steps_are_built_than_were_trained() -> None:
-    assert lyanna_shape(CONFIG, LyannaBuild(steps=CONFIG.steps)).steps == CONFIG.steps
-    with pytest.raises(
-        CheckpointError, match=f"drafter was trained for {CONFIG.steps} steps, not {CONFIG.steps + 1}; build"
-    ):
-        lyanna_shape(CONFIG, LyannaBuild(steps=CONFIG.steps + 1))
+@pytest.mark.parametrize(
+    ("options", "most", "message"),
+    [
+        (
+            {"width": 4, "draft_vocabulary": 3},
+            {"draft_vocabulary": 4},
+            "cannot have 4 children of 3 tokens; lower width",
+        ),
+        (
+            {"steps": CONFIG.steps + 1},
+            {"steps": CONFIG.steps},
+            f"trained for {CONFIG.steps} steps, not 4; build it with",
+        ),
+    ],
+)
+def test_options_that_the_drafter_does_not_cover(options: dict, most: dict, message: str) -> None:
+    lyanna_shape(CONFIG, LyannaBuild(**options | most))
+    with pytest.raises((CheckpointError, UsageError), match=message):
+        lyanna_shape(CONFIG, LyannaBuild(**options))

@@ -16,7 +16,8 @@ from redraft.errors import CheckpointError
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
-from redraft.export.drafters.published import FIRST, FIRST_METHODS, check_layout, convert, named_method, recognise
+from redraft.export.drafters.published import FIRST, FIRST_METHODS, check_layout, named_method, recognise
+from redraft.export.drafters.published_conversion import convert
 from redraft.methods import ROWS as METHOD_ROWS
 from tests.export.models import write_checkpoint
 

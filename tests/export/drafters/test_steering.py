@@ -74,23 +74,6 @@ def test_the_row_at_position_0_has_no_bias() -> None:
     assert not student.steering(infinite, positions)[:, 0].any(), "whatever the buffer holds there"
 
 
-def test_every_row_attends_to_the_first_and_to_none_after_it() -> None:
-    student = student_of("llama")
-    assert student.steering is not None
-    rows, positions = torch.randn(1, 4, 48), torch.arange(4)[None]
-    biases = student.steering(torch.randn(1, 4, 144), positions)
-    before = student(rows, biases)
-    for changed, expected in ((0, [True] * 4), (3, [False] * 3 + [True])):
-        other = rows.clone()
-        other[:, changed] += 1
-        assert (student(other, biases) - before).abs().amax(-1)[0].gt(1e-4).tolist() == expected
-
-
-def test_a_students_rows_need_their_biases() -> None:
-    with pytest.raises(AssertionError, match="needs the biases of its rows"):
-        student_of("llama")(torch.randn(1, 3, 48))
-
-
 @pytest.mark.parametrize(
     ("architecture", "changes", "mlp"),
     [

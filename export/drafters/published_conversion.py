@@ -1,0 +1,246 @@
+"""Conversion of published draft checkpoints. `redraft.export.drafters.published` has their layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from redraft.errors import CheckpointError
+from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
+from redraft.export.checkpoint.base import AnyCheckpoint, read_json_object
+from redraft.export.checkpoint.loading import load_tensors
+from redraft.export.checkpoint.model_config import decoder_shape
+from redraft.export.checkpoint.sources import Source
+from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, Identity, differences, save_drafter
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
+from redraft.export.drafters.layer import verifier_sizes
+from redraft.export.drafters.published import (
+    FIRST,
+    KNOWN,
+    OTHER_VERIFIER,
+    THIRD,
+    Published,
+    nested,
+    recognise,
+    states_of,
+)
+from redraft.export.drafters.published_tensors import D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
+from redraft.export.graph import decoder
+
+_LAYER = "transformer_layer_config"
+_FUSION = "fusion.projection.weight"
+_FUSION_BIAS = "fusion.projection.bias"
+_FITTING = "give the checkpoint that its config.json describes"
+_NOT_COVERED = "train a drafter for this verifier with `redraft train`"
+
+
+def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) -> DrafterCheckpoint:
+    """Write the published draft checkpoint in `path` as a drafter's folder `out`, in bf16. Returns the drafter.
+
+    It has no counts of tokens: all are 1. Memory is the drafter's in bf16 and one more tensor. Raises CheckpointError
+    if the checkpoint has another layout, does not fit the verifier, or has a part that redraft's drafters do not have.
+    """
+    published = recognise(path)
+    if published is None:
+        raise CheckpointError(
+            f"{path} is no published drafter of a known layout",
+            f"give a folder of {KNOWN}",
+        )
+    values = read_json_object(path / CONFIG_FILE)
+    target = model_config.load_config(verifier)
+    stored = PublishedTensors.open(path)
+    config = _configuration(published, values, target, stored)
+    names = _names(published, config, values, stored)
+    _check_tensors(stored, config, names)
+    vocabulary = _draft_vocabulary(stored, config)
+    _check_embedding(stored, verifier, target)
+    module = _filled(config, stored, names)
+    counts = torch.ones(config.vocab_size, dtype=torch.long)
+    training = {"published": published.description, "folder": path.name}
+    save_drafter(out, published.method, config, identity, module, counts, training, vocabulary)
+    return DrafterCheckpoint.open(out)
+
+
+def _configuration(
+    published: Published, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors
+) -> FeatureConfig:
+    """Return the drafter's configuration. Raises CheckpointError if it does not fit the verifier or our module."""
+    path, shape = published.path, decoder_shape(target)
+    config = _layer_configuration(path, values)
+    found = decoder_shape(config)
+    width = values.get("target_hidden_size") or found.hidden
+    for what, here, wanted in (
+        ("hidden states of width", width, shape.hidden),
+        ("hidden states of width", found.hidden, shape.hidden),
+        ("a vocabulary of", found.vocabulary, shape.vocabulary),
+    ):
+        if here != wanted:
+            raise CheckpointError(f"{path} has {what} {here}, the verifier has {wanted}", OTHER_VERIFIER)
+    _check_features(path, values, config)
+    own_head = HEAD in stored.shapes
+    sizes = verifier_sizes(config, found.vocabulary)
+    sizes["logit_scale"] = 1.0 if own_head else model_config.logit_scale(target)
+    if published.method == FIRST:
+        return FeatureConfig(**sizes, input_norm=False, own_head=own_head)
+    drafted = int(values.get("draft_vocab_size") or found.vocabulary)
+    return FeatureConfig(
+        **sizes,
+        fusion="attention",
+        outputs="normed_back" if _option(values, "norm_output", "return_hidden_post_norm") else "normed",
+        hidden_states=states_of(path, values, shape.layers),
+        feature_norms=_option(values, "fc_norm"),
+        joint_norm=_option(values, "norm_before_fc"),
+        own_head=own_head,
+        normed_residual=_option(values, "norm_before_residual"),
+        draft_vocab_size=0 if drafted == found.vocabulary else drafted,
+    )
+
+
+def _layer_configuration(path: Path, values: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the layer's transformers configuration, which has the defaults of values that the file leaves out."""
+    layer = values.get(_LAYER, values)
+    kind = str(layer.get("model_type", "llama")) if isinstance(layer, dict) else ""
+    if kind not in CONFIG_MAPPING:
+        raise CheckpointError(f"{path / CONFIG_FILE}: the layer's model_type {kind!r} is unknown", _FITTING)
+    try:
+        config: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(dict(layer))
+    except Exception as error:  # noqa: BLE001 (transformers raises errors of many types)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise CheckpointError(f"{path / CONFIG_FILE} is invalid ({reason})", "restore the original file") from None
+    return config
+
+
+def _check_features(path: Path, values: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Raise CheckpointError naming the first part of a published drafter that redraft's drafters do not have."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    types = getattr(config, "layer_types", None) or ()
+    rotated = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1
+    kind, act = rope.get("rope_type") or rope.get("type") or "default", getattr(config, "hidden_act", "silu")
+    for is_there, what in (
+        (kind != "default", f"a rotary embedding of type {kind!r}"),
+        (rotated != 1, f"a rotary embedding of {rotated} of each head"),
+        (act != "silu", f"the activation {act!r}"),
+        (any(layer != "full_attention" for layer in types), "a layer that does not attend to all tokens"),
+        (bool(values.get("layernorms")), "norms of the embedding and before the head (layernorms)"),
+    ):
+        if is_there:
+            raise CheckpointError(f"{path} has {what}, which redraft's drafters do not have", _NOT_COVERED)
+
+
+def _option(values: Mapping[str, Any], *names: str) -> bool:
+    """Return True if the configuration, or its `eagle_config`, sets one of the options."""
+    return any(bool(place.get(name)) for place in (values, nested(values)) for name in names)
+
+
+def _names(
+    published: Published, config: FeatureConfig, values: Mapping[str, Any], stored: PublishedTensors
+) -> dict[str, str]:
+    """Return the published name of each of our parameters. It has no name if the published drafter has no such bias."""
+    third, speculators = published.method == THIRD, published.layout == "speculators"
+    layer = "midlayer." if third and any(name.startswith("midlayer.") for name in stored.shapes) else "layers.0."
+    if speculators and not third:
+        layer = "transformer."
+    names = {ours: f"{layer}{theirs}" for ours, theirs in IN_LAYER.items()}
+    if config.own_head:
+        names["head.weight"] = HEAD
+    if third:
+        norms = {f"feature_norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(len(config.hidden_states))}
+        return {
+            **names,
+            "fusion.embedding_norm.weight": f"{layer}input_layernorm.weight",
+            "fusion.feature_norm.weight": f"{layer}hidden_norm.weight",
+            "norm.weight": "norm.weight",
+            **({"features.weight": "fc.weight"} if len(config.hidden_states) > 1 else {}),
+            **(norms if config.feature_norms else {}),
+            **({"joint_norm.weight": "input_norm.weight"} if config.joint_norm else {}),
+        }
+    fc, option = ("fusion_fc", "fusion_bias") if speculators else ("fc", "bias")
+    names[_FUSION] = f"{fc}.weight"
+    if values.get(option, f"{fc}.bias" in stored.shapes):
+        names[_FUSION_BIAS] = f"{fc}.bias"
+    return names
+
+
+def _module(config: FeatureConfig) -> FeatureDrafter:
+    """Return the module in bf16 without numbers."""
+    with torch.device("meta"):
+        return FeatureDrafter(config).to(torch.bfloat16)
+
+
+def _check_tensors(stored: PublishedTensors, config: FeatureConfig, names: Mapping[str, str]) -> None:
+    """Raise CheckpointError listing tensors that are missing, surplus or of another shape."""
+    shapes = {names[ours]: tuple(t.shape) for ours, t in _module(config).state_dict().items() if ours in names}
+    optional = {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        D2T: (config.draft_size,),
+        T2D: (config.vocab_size,),
+    }
+    needed = {D2T} if config.draft_vocab_size else set()
+    shapes |= {name: shape for name, shape in optional.items() if name in stored.shapes or name in needed}
+    if problems := list(differences(stored.shapes, shapes)):
+        raise CheckpointError(f"{stored.path}: {'; '.join(problems)}", _FITTING)
+
+
+def _draft_vocabulary(stored: PublishedTensors, config: FeatureConfig) -> torch.Tensor | None:
+    """Return the sorted tokens of the columns, int64 [H]; None if they are all tokens.
+
+    Raises CheckpointError for a map that is not one to tokens in ascending order.
+    """
+    if D2T not in stored.shapes:
+        return None
+    offsets = stored.integers(D2T)
+    tokens, last, problem = offsets + torch.arange(len(offsets)), config.vocab_size - 1, ""
+    if int(tokens.min()) < 0 or int(tokens.max()) > last:
+        problem = f"{D2T} maps to tokens from {int(tokens.min())} to {int(tokens.max())}, expected 0 to {last}"
+    elif not bool((tokens.diff() > 0).all()):
+        column = int((tokens.diff() <= 0).nonzero()[0]) + 1
+        problem = f"{D2T} does not map to ascending tokens: column {column} is {int(tokens[column])}"
+    elif T2D in stored.shapes and config.draft_vocab_size:  # writers leave it at either value for all tokens
+        drafted = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
+        different = (stored.integers(T2D).bool() != drafted).nonzero()
+        if len(different):
+            problem = f"{T2D} disagrees with {D2T} for {len(different)} tokens, first {int(different[0])}"
+    if problem:
+        raise CheckpointError(f"{stored.path}: {problem}", "download the checkpoint again, or train another")
+    return tokens if config.draft_vocab_size else None
+
+
+def _check_embedding(stored: PublishedTensors, verifier: AnyCheckpoint, target: PretrainedConfig) -> None:
+    """Raise CheckpointError if the checkpoint has an embedding that is not the verifier's in the type it is stored in.
+
+    The verifier's is read a few rows at a time.
+    """
+    if EMBEDDING not in stored.shapes:
+        return
+    published, row = stored.numbers(EMBEDDING), 0
+    architecture = Architecture.of(target)
+    with torch.device("meta"), no_init_weights():
+        name = decoder.vocabulary_parameters(architecture.text_class._from_config(architecture.text))[0]
+    tensors = load_tensors(verifier, architecture).parameters
+    for slab in Source(verifier, {name: tuple(published.shape)}, tensors).slabs(name):
+        own, here = torch.from_numpy(slab).to(published.dtype), published[row : row + len(slab)]
+        if not torch.equal(own, here):
+            first = row + int((own != here).any(1).nonzero()[0])
+            raise CheckpointError(
+                f"{stored.path}: {EMBEDDING} differs from the verifier's embedding, first in row {first}",
+                "redraft drafts with the verifier's embedding; " + OTHER_VERIFIER,
+            )
+        row += len(slab)
+
+
+def _filled(config: FeatureConfig, stored: PublishedTensors, names: Mapping[str, str]) -> FeatureDrafter:
+    """Return the module in bf16 with the published numbers."""
+    module = _module(config).to_empty(device="cpu").requires_grad_(False)
+    for ours, parameter in module.state_dict().items():
+        if ours not in names:
+            parameter.zero_()
+            continue
+        numbers = stored.numbers(names[ours])
+        parameter.copy_(numbers.roll(config.hidden_size, 1) if ours == _FUSION else numbers)
+    return module
