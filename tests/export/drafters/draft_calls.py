@@ -166,7 +166,7 @@ def program(exported: Exported, form: str, batch: int) -> Run:
         record = lower(exported.folder, record, f"{exported.name}.draft.{form}")
     assert record is not None
     calls = Calls(OnnxRuntimeProgram(session_of(exported.folder / record.file), record))
-    for cache in {spec.in_place_of.partition(".present")[0] for spec in record.outputs if spec.in_place_of}:
+    for cache in {spec.in_place_of for spec in record.outputs if spec.in_place_of}:
         calls.bind(cache, empty_cache(exported.shape, batch))
     for name, table in exported.tables.items():
         calls.bind(name, table)

@@ -140,7 +140,8 @@ def test_random_heads_have_as_many_candidates_as_the_options_need(little_verifie
 def test_bf16_weights_of_a_drafter_are_its_own_bytes(tmp_path: Path) -> None:
     """The drafter's file has the verifier's file name, so the bundle gives it another."""
     verifier = make_verifier(tmp_path / "verifier", "bfloat16")
-    made = export(tmp_path, verifier, "medusa", randomized(lambda: MedusaHeads(MEDUSA)), MEDUSA, StaticTreeBuild())
+    config = replace(MEDUSA, heads=8, rank_accuracies=((0.5,),) * 8)
+    made = export(tmp_path, verifier, "medusa", randomized(lambda: MedusaHeads(config)), config, StaticTreeBuild())
     refs = [ref for ref in made.drafter.weights if ref.initializer.startswith(f"{NAME}.")]
     assert {(ref.file, ref.dtype) for ref in refs} == {(f"weights/{NAME}.model.safetensors", "BF16")}
     assert (made.folder / refs[0].file).read_bytes() == (tmp_path / "drafter/model.safetensors").read_bytes()

@@ -37,7 +37,7 @@ def exported(
     config = replace(CONFIG, draft_vocab_size=9 if request.param else 0)
     options, folder = MtpBuild("fp32", request.param, steps=3), tmp_path_factory.mktemp("mtp")
     made = export(folder, little_verifier, METHOD.id, random_module(), config, options)
-    assert len(made.vocabulary) == request.param or VOCABULARY
+    assert len(made.vocabulary) == (request.param or VOCABULARY)
     return made
 
 

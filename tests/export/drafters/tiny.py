@@ -76,7 +76,8 @@ def randomized(make: Callable[[], M], seed: int = 3, std: float = 0.3) -> M:
     module = make().eval().requires_grad_(False)
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1 and "norm" in name), std=std)
-    return module.bfloat16().float()
+        parameter.copy_(parameter.bfloat16())
+    return module
 
 
 def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafter:

@@ -6,16 +6,12 @@ import torch
 
 from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
 
-Weights = dict[str, torch.Tensor]
+from .tiny import randomized
 
 
 def random_heads(config: MultiHeadConfig, seed: int = 3) -> MultiHeadDrafter:
-    """Heads without zeros, so that every weight counts, as they are stored."""
-    torch.manual_seed(seed)
-    module = MultiHeadDrafter(config).eval().requires_grad_(False)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.3)
-    return module.bfloat16().float()
+    """Random heads, as they are stored."""
+    return randomized(lambda: MultiHeadDrafter(config), seed)
 
 
 def head_logits(module: MultiHeadDrafter, head: int, trunk: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
