@@ -1,4 +1,4 @@
-"""A draft model is transformers' model with some of the verifier's layers, and steering adds W_s g to its MLPs (SD²)."""
+"""A draft model is transformers' model with some of the verifier's layers. Steering adds W_s g to its MLPs (SD²)."""
 
 from __future__ import annotations
 
