@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -84,18 +86,21 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, since setuptools writes next to them."""
-    tree = tmp_path_factory.mktemp("sources")
+def wheel(once: Once) -> Path:
+    """A wheel of the sources."""
+    return next((once(_build_wheel) / "out").glob("*.whl"))
+
+
+def _build_wheel(tree: Path) -> None:
+    """Build from a copy, since setuptools writes next to the sources."""
     for package in (*PACKAGES, "experiments"):
         shutil.copytree(
-            root / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+            ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
         )
     for name in ("pyproject.toml", "README.md", "LICENSE", "assets/tiny/LICENSES.md"):
-        shutil.copy(root / name, tree / name)
+        shutil.copy(ROOT / name, tree / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", "."]
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
-    return next((tree / "out").glob("*.whl"))
 
 
 @pytest.fixture(scope="session")
@@ -138,13 +143,23 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def redraft(cache_of_tests: Path) -> Redraft:
-    """Run the command line as a user does; returns the finished process."""
+    """Run the command line in this process, which has imported PyTorch already; returns what a process would."""
+    from redraft.cli import main
 
-    def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-        environment.pop("REDRAFT_DEBUG", None)
-        command = [sys.executable, "-c", "from redraft.cli.main import main; main()", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
+    def run(*words: object, input: str | bytes = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        arguments, out, err = [*map(str, words)], StringIO(), StringIO()
+        given = BytesIO(input if isinstance(input, bytes) else input.encode())
+        with ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setenv("COLUMNS", "200")
+            patch.delenv("REDRAFT_DEBUG", raising=False)
+            patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+            patch.setattr("sys.stdin", TextIOWrapper(given, "utf-8"))
+            stack.enter_context(chdir(cwd or Path.cwd()))
+            stack.enter_context(redirect_stdout(out))
+            stack.enter_context(redirect_stderr(err))
+            status = main.run(arguments)
+        return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
     return run
 
@@ -171,3 +186,18 @@ def _build_little(folder: Path, checkpoint: Path) -> None:
     from redraft.config import BuildConfig
 
     build_bundle(Model("little", str(checkpoint), checkpoint), BuildConfig(), folder / "little")
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(once: Once) -> Path:
+    """The embedded model in fp32 with its own drafter and its MTP module, which is called `fast`; for reading only."""
+    return once(_build_tiny) / "build/engines/tiny"
+
+
+def _build_tiny(folder: Path) -> None:
+    from redraft.assembly.bundle import build_bundles
+    from redraft.assembly.options import BuildRequest
+
+    drafters = ("lyanna", f"fast={ROOT / 'assets/tiny/mtp'},steps=3")
+    request = BuildRequest("tiny", folder / "build/engines/tiny", drafters=drafters, texts={}, check=False)
+    build_bundles(request, lambda message: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,15 +95,26 @@ def uses(source: str, method: str, ordinary: bool = False) -> set[int]:
     return {getattr(node, "lineno", 0) for node in ast.walk(tree) if node not in documented and named(node, method)}
 
 
+def letters(text: str) -> str:
+    """Return a text without case and without what joins words."""
+    return re.sub("[^a-z0-9]", "", text.lower())
+
+
+@cache
+def shared_files(root: Path) -> dict[str, tuple[str, str]]:
+    """Each file's source and its letters."""
+    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
+    sources = {path.relative_to(root).as_posix(): path.read_text("utf-8") for path in paths}
+    return {name: (source, letters(source)) for name, source in sources.items() if name != REGISTRY}
+
+
 def found_in(root: Path, method: str) -> dict[str, int]:
     """Shared files that use a method's name, with the first line of each."""
     own, found = own_files(method), {}
-    for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*.py")):
-            name = path.relative_to(root).as_posix()
-            shared = name != REGISTRY and not own.fullmatch(name)
-            if shared and (lines := uses(path.read_text("utf-8"), method, method in ORDINARY)):
-                found[name] = min(lines)
+    for name, (source, short) in shared_files(root).items():
+        mentioned = letters(method) in short and not own.fullmatch(name)  # parsing takes much longer
+        if mentioned and (lines := uses(source, method, method in ORDINARY)):
+            found[name] = min(lines)
     return found
 
 

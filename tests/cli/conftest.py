@@ -6,15 +6,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.little import write_tokenizer
+from tests.little import Redraft, write_tokenizer
 
 from redraft import names
-from redraft.cli import main
 from redraft.engines.manifest import signed
 
 __all__ = ["write_tokenizer"]  # tests.runtime imports it from here
@@ -65,32 +63,31 @@ def copy_with_template(bundle: Path, target: Path, template: str | None) -> Path
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
-    """Run a command in this process that must fail like a user's mistake: one line, no output. Returns the line."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.delenv("REDRAFT_DEBUG", raising=False)
+def refused(redraft: Redraft, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command that must fail like a user's mistake: one line, no output. Returns the line."""
 
-    def run(*arguments: object, status: int, text: str = "") -> str:
-        monkeypatch.setattr("sys.stdin", StringIO(text))
+    def command(*words: object, status: int, text: str = "") -> str:
         capfd.readouterr()
-        assert main.run([*map(str, arguments)]) == status, capfd.readouterr().err
-        shown = capfd.readouterr()
-        lines = [line for line in shown.err.splitlines() if not line.startswith("[")]
-        assert len(lines) == 1, shown.err
+        done = redraft(*words, input=text)
+        assert done.returncode == status, done.stderr
+        shown = done.stderr + capfd.readouterr().err  # C++ writes past `sys.stderr`
+        lines = [line for line in shown.splitlines() if not line.startswith("[")]
+        assert len(lines) == 1, shown
         assert lines[0].startswith("redraft: error: ")
-        assert shown.out == ""
+        assert done.stdout == ""
         return lines[0]
 
-    return run
+    return command
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+@pytest.fixture(scope="session")
+def run(redraft: Redraft) -> Run:
     """Run a command with --json in this process. Returns its object."""
 
     def command(*words: object) -> dict[str, Any]:
-        assert main.run([*map(str, words), "--json"]) == 0, capsys.readouterr().err
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        done = redraft(*words, "--json")
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     return command

@@ -60,9 +60,7 @@ def test_commands(redraft: Redraft, bundle: Path) -> None:
 
 
 def test_a_message_that_is_not_utf_8(redraft: Redraft, bundle: Path) -> None:
-    done = redraft(
-        "chat", bundle, *LIMIT, input="\udcff\nthe cat", encoding="utf-8", errors="surrogateescape",
-    )  # fmt: skip
+    done = redraft("chat", bundle, *LIMIT, input=b"\xff\nthe cat")
     assert done.stderr == "redraft: the prompt is not UTF-8 (character 0); convert it first\n"
     assert done.stdout.splitlines() == talk(redraft, bundle, "the cat")[0]
 

@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cli.conftest import copy_with_template
-from tests.engines.bundles import build_tiny
+from tests.cli.conftest import Refused, Run, copy_with_template
+from tests.little import Redraft
 
 from redraft.bench import lossless
-from redraft.cli import check, main
+from redraft.cli import check
 from redraft.runtime.drafters import method_words
 from redraft.runtime.drafters.ngram import DRAFTER as Ngram
 from redraft.runtime.sampling import path_sampler, rejection
 from redraft.runtime.sampling.path_sampler import PathSampler
 
-Refused = Callable[..., str]
 Check = Callable[..., dict[str, Any]]
 QUICK = ("--threads", "1", "--no-verify", "--max-new-tokens", "24")
 
@@ -39,13 +38,17 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def checked(engines: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Run the check in this process, where faults can be planted. Returns its JSON object."""
+def checked(engines: Path, prompts: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Run the check in this process, where faults can be planted. Returns its JSON object.
 
-    def run(*options: object, status: int = 0) -> dict[str, Any]:
-        given = ("--engines", engines, "--prompts", prompts, *QUICK, "--json", *options)
-        assert main.run(["check", "lossless", *map(str, given)]) == status
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    slots: sequences at once, 1 unless a test looks at batches. Each number of them opens the engines again.
+    """
+
+    def run(*options: object, status: int = 0, slots: int = 1) -> dict[str, Any]:
+        monkeypatch.setattr(lossless, "BATCH", slots)
+        done = redraft("check", "lossless", "--engines", engines, "--prompts", prompts, *QUICK, "--json", *options)
+        assert done.returncode == status, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
         assert found["holds"] is (status == 0)
         return found
 
@@ -62,7 +65,7 @@ def failed_tests(found: dict[str, Any], method: str) -> set[str]:
 
 
 def test_texts_of_every_method_and_the_noise_of_plain_decoding(checked: Check) -> None:
-    found = checked("--draws", 4000)
+    found = checked("--draws", 1000, slots=lossless.BATCH)
     assert found["methods"].keys() == {"none", *method_words(["lyanna"])}
     texts = found["methods"]["lyanna"]["texts"]
     assert {(one["temperature"], one["trees"], one["max_num_seqs"]) for one in texts} == {
@@ -74,36 +77,34 @@ def test_texts_of_every_method_and_the_noise_of_plain_decoding(checked: Check) -
     assert sum(one["num_accepted_draft_tokens"] for one in texts) > 0
     assert found["methods"]["lyanna"]["distribution"] is None
     drawn = found["methods"]["none"]["distribution"]
-    assert drawn["draws"] == 4000
+    assert drawn["draws"] == 1000
     assert set(drawn["tests"]) == {"ranks", "pairs", "tokens"}
-    assert 0.05 < drawn["total_variation"] < 0.1
+    assert 0.1 < drawn["total_variation"] < 0.2
     assert found["seeds"]["differing"] == 3
     assert (found["temperature"], found["acceptance"], found["exact"]) == (1, "coupled", True)
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_rejection_tests_the_draws_of_fresh_and_of_resampled_drafts(checked: Check, acceptance: str) -> None:
-    found = checked("--method", "lyanna", "--acceptance", acceptance, "--draws", 4000)
+    found = checked("--method", "lyanna", "--acceptance", acceptance, "--draws", 1000)
     assert {one["temperature"] for one in found["methods"]["lyanna"]["texts"]} == {0}
     drawn = found["methods"]["lyanna"]["distribution"]
-    assert drawn["draws"] == 4000
+    assert drawn["draws"] == 1000
     assert set(drawn["trees"]) == {"fresh", "resample"}
-    assert drawn["num_accepted_draft_tokens"] > 500
+    assert drawn["num_accepted_draft_tokens"] > 125
     assert found["seeds"] is None
     assert found["methods"]["none"]["distribution"] is None
 
 
 def test_lookups_and_pairs_are_drawn_too(checked: Check) -> None:
     for method in ("ngram", "ngram+lyanna"):
-        drawn = checked("--method", method, "--acceptance", "rejection", "--draws", 2000)["methods"][method][
-            "distribution"
-        ]
-        assert drawn["num_draft_tokens"] > 500
+        found = checked("--method", method, "--acceptance", "rejection", "--draws", 1000)
+        assert found["methods"][method]["distribution"]["num_draft_tokens"] > 250
 
 
 def test_greedy_alone(checked: Check) -> None:
     found = checked("--temperature", 0, "--method", "ngram")
-    assert [one["temperature"] for one in found["methods"]["ngram"]["texts"]] == [0] * 5
+    assert [one["temperature"] for one in found["methods"]["ngram"]["texts"]] == [0] * 3
     assert found["seeds"] is None
     assert all(one["distribution"] is None for one in found["methods"].values())
 
@@ -133,31 +134,11 @@ def test_faults_of_acceptance(
         assert {"ranks", "tokens"} <= failed_tests(found, "lyanna")
 
 
-def biased(monkeypatch: pytest.MonkeyPatch, token: int, share: float) -> None:
-    """Make every draw of `Rejection` this token, with this probability."""
-    right = rejection.verify
-
-    def verify(tree: Any, target: Any, chance: Any, block: bool) -> rejection.Accepted:
-        found = right(tree, target, chance, block)
-        return ((), token) if chance.accepts(share) else found
-
-    monkeypatch.setattr(rejection, "verify", verify)
-
-
-@pytest.mark.slow
-def test_a_token_that_is_drawn_a_hundredth_too_often(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("--method", "ngram", "--acceptance", "rejection", "--draws", 200_000)
-    found = checked(*options)
-    assert found["methods"]["ngram"]["distribution"]["total_variation"] < 0.0115
-    biased(monkeypatch, 5, 0.01)
-    assert failing(checked(*options, status=1)) == ["ngram"]
-
-
 def test_noise_that_forgets_its_position(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token alone has the right distribution, and texts agree, but tokens depend on each other."""
     right = path_sampler.perturbed
     monkeypatch.setattr(path_sampler, "perturbed", lambda support, seed, position: right(support, seed, 0))
-    found = checked("--method", "ngram", "--draws", 4000, status=1)
+    found = checked("--method", "ngram", "--draws", 1000, status=1)
     assert failing(found) == ["none"]
     assert failed_tests(found, "none") == {"pairs"}
 
@@ -217,18 +198,20 @@ def test_a_near_tie_is_named_and_counts_only_where_texts_are_exact(
 
 
 def test_a_person_sees_a_table_and_each_fault(
-    engines: Path, prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engines: Path, prompts: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--engines", engines, "--prompts", prompts, *QUICK, "--method", "lyanna", "--acceptance", "rejection"]
-    command = ["check", "lossless", *map(str, options), "--draws", "2000"]
-    assert main.run(command) == 0
-    lines = capsys.readouterr().out.splitlines()
+    options = ("--engines", engines, "--prompts", prompts, *QUICK, "--method", "lyanna", "--acceptance", "rejection")
+    command = ("check", "lossless", *options, "--draws", "1000")
+    done = redraft(*command)
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
     assert lines[0] == "acceptance rejection, device host"
     assert lines[1].split()[:2] == ["method", "temperature"]
     assert [line.split()[0] for line in lines[2:]] == ["none", "lyanna", "lyanna", "lossless"]
     monkeypatch.setattr(rejection, "residual", lambda p, q: p)
-    assert main.run(command) == 1
-    lines = capsys.readouterr().out.splitlines()
+    done = redraft(*command)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
     assert lines[-1] == "NOT lossless"
     assert any(line.startswith("BIASED: lyanna, ranks: chi-square ") for line in lines)
 
@@ -254,27 +237,15 @@ def test_bad_usage(refused: Refused, engines: Path, options: tuple[str, ...], me
     assert message in refused("check", "lossless", "--engines", engines, *QUICK, "--json", *options, status=2)
 
 
-def test_default_prompts_fit_a_short_context(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_prompts_fit_a_short_context(bundle: Path, run: Run) -> None:
     """The chat template of this bundle, whose tokens are characters, leaves space for the shortest ones only."""
-    command = ["check", "lossless", "--engines", str(bundle), *QUICK, "--json", "--temperature", "0"]
-    assert main.run(command) == 0
-    texts = json.loads(capsys.readouterr().out)["methods"]["ngram"]["texts"]
-    assert 1 <= texts[0]["texts"] < len(check.TEXTS)
+    found = run("check", "lossless", "--engines", bundle, *QUICK, "--method", "ngram", "--temperature", "0")
+    assert 1 <= found["methods"]["ngram"]["texts"][0]["texts"] < len(check.TEXTS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_the_embedded_model(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, acceptance: str
-) -> None:
-    """The default prompts, through the chat template. A residual that is not taken is found."""
-    tiny = build_tiny(root, tmp_path / "tiny", "onnxruntime", "fp32", None).path
-    options = ("--engines", tiny, *QUICK, "--method", "lyanna", "--acceptance", acceptance, "--draws", 6000, "--json")
-    command = ["check", "lossless", *map(str, options)]
-    assert main.run(command) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["warnings"] == []
-    if acceptance == "rejection":
-        monkeypatch.setattr(rejection, "residual", lambda p, q: p)
-        assert main.run(command) == 1
-        assert failing(json.loads(capsys.readouterr().out)) == ["lyanna"]
+def test_the_embedded_model(tiny_bundle: Path, run: Run) -> None:
+    """Of its default prompts, through the chat template. Drafts are accepted, or else a warning says so."""
+    options = ("--method", "lyanna", "--acceptance", "rejection", "--draws", 1000, "--limit", 3)
+    found = run("check", "lossless", "--engines", tiny_bundle, *QUICK, *options)
+    assert (found["holds"], found["warnings"]) == (True, [])

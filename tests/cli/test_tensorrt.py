@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 import pytest
@@ -40,7 +40,7 @@ def built() -> list[str]:
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> Build:
-    """Run `redraft build tiny` for a TensorRT release that is not installed; returns the exit status."""
+    """Run `redraft build` for a TensorRT release that is not installed; returns the exit status."""
     library = tmp_path / "libredraft_tensorrt_10.so"
     library.write_bytes(b"plugin")
 
@@ -48,13 +48,13 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
         built.append(one.graph.name)
         return b"engine"
 
-    def run(release: str, *options: object, builder: Callable[[EngineBuild], bytes | memoryview] = fake) -> int:
+    def run(release: str, *words: object, builder: Callable[[EngineBuild], bytes | memoryview] = fake) -> int:
         tools = Tools(Target(release, Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)), Plugin(library, "0" * 64))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr("redraft.engines.tensorrt.target.find_spec", lambda name: object())
         monkeypatch.setattr("redraft.engines.tensorrt.target.find_tools", lambda options: tools)
         monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=builder))
-        return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])
+        return main.run(["build", *map(str, words), "--backend", "tensorrt", "--precision", "fp16", "--skip-check"])
 
     return run
 
@@ -62,78 +62,6 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
 _STAGE: Any = stage.stage_engines
 
 
-def parsed(bundle: Path, *options: str) -> set[str]:
-    """Return the graphs that a real parser of TensorRT takes. Fails with its words if it refuses one.
-
-    options: `--build` builds them too.
-    """
-    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
-        pytest.skip("TensorRT for RTX has no package for this machine")
-    command = [sys.executable, "-m", "tests.engines.tensorrt.real_parser", *options, str(bundle)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, [each for each in found if "refused" in each] or done.stderr
-    return {each["graph"] for each in found}
-
-
-DRAFT_MODEL = ("--drafter", "dm=random,method=draft_model,draft_vocabulary=512", "--skip-check")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("release", "attention", "options", "drafters"),
-    [
-        ("10.9.0.34", "plugin", (), {"lyanna"}),
-        ("10.15.1", "plugin", ("--drafter", "lyanna", *DRAFT_MODEL), {"lyanna", "dm"}),
-        ("10.16.1", "native", (), {"lyanna"}),
-        ("10.16.1", "native", ("--drafter", "lyanna", *DRAFT_MODEL), {"lyanna", "dm"}),
-    ],
-)
-def test_every_graph_is_taken(
-    release: str, attention: Literal["plugin", "native"], options: tuple[str, ...], drafters: set[str], build: Build,
-    built: list[str], tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Of the embedded model and of its drafters, by a parser of TensorRT.
-
-    TensorRT's own KV update takes no draft model's buffers, whose number of rows varies: that graph is only checked.
-    """
-    out = tmp_path / "tiny"
-    command = ("-o", out, "--precision", "fp16", "--attention", attention, *options)
-    assert build(release, *command) == 0, capsys.readouterr().err
-    bundle = open_bundle(out)
-    record = bundle.manifest.tensorrt
-    assert record is not None
-    drafted = {name for name in record.engines if name.partition(".")[0] in drafters}
-    assert set(record.engines) == set(stage.graphs_of(attention)) | drafted
-    assert drafted >= {f"{drafter}.draft" for drafter in drafters} | {"lyanna.resample"}
-    assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
-    for graph in bundle.manifest.all_graphs.values():
-        onnx.checker.check_model(out / graph.file, full_check=True)
-    if attention == "plugin" or "dm" not in drafters:
-        assert parsed(out) == set(record.engines)
-    assert build(release, *command) == 0
-    assert len(built) == len(record.engines)  # the second build did nothing
-    for decoder in {"dm.draft"} & drafted:
-        assert [profile.name for profile in record.engines[decoder].profiles] == ["prefill", "tree", "token"]
-
-    capsys.readouterr()
-    shown = run("inspect", out)
-    assert shown["inputs"] == []
-    assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(
-        shown["commands"]
-    )
-    if attention == "native":  # whose KV buffers have a fixed number of rows
-        shape, rows = bundle.manifest.shape, names.kv_rows(bundle.manifest.max_model_len)
-        kept = shown["commands"]["verifier: on ONNX Runtime, inputs and outputs kept"]
-        assert f"{names.key_cache(0)}:[1,{shape.kv_heads},{rows},{shape.head_dim}]" in kept
-    written = run("inspect", out, "--write-inputs", tmp_path / "inputs")["inputs"]
-    assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
-    files = {"lyanna.draft.tree.num_pending.bin", "dm.draft.token.output_rows.bin", "steered.steer.token.positions.bin"}
-    expected = {file for file in files if file.partition(".")[0] in drafters}
-    assert expected <= {Path(file).name for file in written}
-
-
-PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int4", "int8")
 LITTLE = """
 source = "little"
 [shape]
@@ -150,18 +78,90 @@ max_position_embeddings = 256
 """A recipe whose operators are those of the embedded model."""
 
 
+@pytest.fixture
+def little(tmp_path: Path) -> tuple[object, ...]:
+    """The arguments of a build of that recipe."""
+    (tmp_path / "little.toml").write_text(LITTLE)
+    return tmp_path / "little.toml", "--weights", "random"
+
+
+def parsed(bundle: Path, *refused: str) -> set[str]:
+    """Return the graphs that a real parser of TensorRT takes. Fails with its words if it refuses others than `refused`."""
+    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
+        pytest.skip("TensorRT for RTX has no package for this machine")
+    command = [sys.executable, "-m", "tests.engines.tensorrt.real_parser", str(bundle)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    words = {each["graph"]: each["refused"] for each in found if "refused" in each}
+    assert (set(words), done.returncode) == (set(refused), bool(refused)), words or done.stderr
+    return {each["graph"] for each in found} - set(refused)
+
+
+DRAFT_MODEL = ("--drafter", "dm=random,method=draft_model,draft_vocabulary=512")
+
+
 @pytest.mark.slow
-def test_a_real_builder_takes_every_precision(tmp_path: Path, refused: Refused) -> None:
+def test_every_graph_of_the_embedded_model_is_taken(build: Build, built: list[str], tmp_path: Path) -> None:
+    """By a parser of TensorRT: that is, of the model, of its drafter and of a draft model, with our plugin."""
+    out = tmp_path / "tiny"
+    command = ("tiny", "-o", out, "--attention", "plugin", "--drafter", "lyanna", *DRAFT_MODEL)
+    assert build("10.9.0.34", *command) == 0
+    record = open_bundle(out).manifest.tensorrt
+    assert record is not None
+    assert set(record.engines) == {*stage.graphs_of("plugin"), "lyanna.draft", "lyanna.resample", "dm.draft"}
+    assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
+    assert parsed(out) == set(record.engines)
+    assert [profile.name for profile in record.engines["dm.draft"].profiles] == ["prefill", "tree", "token"]
+
+
+@pytest.mark.slow
+def test_every_graph_with_native_attention_is_taken(
+    build: Build, built: list[str], little: tuple[object, ...], tmp_path: Path, run: Run
+) -> None:
+    """TensorRT's own KV update takes no draft model's buffers, whose number of rows varies."""
+    out = tmp_path / "engines"
+    lyanna = ("--drafter", "lyanna=random,method=lyanna")
+    command = (*little, "-o", out, "--attention", "native", *lyanna, *DRAFT_MODEL)
+    assert build("10.16.1", *command) == 0
+    manifest = open_bundle(out).manifest
+    record = manifest.tensorrt
+    assert record is not None
+    taken = {*stage.graphs_of("native"), "lyanna.draft", "lyanna.resample"}
+    assert set(record.engines) == taken | {"dm.draft"}
+    assert parsed(out, "dm.draft") == taken
+    for graph in manifest.all_graphs.values():
+        onnx.checker.check_model(out / graph.file, full_check=True)
+    assert build("10.16.1", *command) == 0
+    assert len(built) == len(record.engines)  # the second build did nothing
+
+    shown = run("inspect", out)
+    assert shown["inputs"] == []
+    assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(
+        shown["commands"]
+    )
+    kept = shown["commands"]["verifier: on ONNX Runtime, inputs and outputs kept"]
+    shape, rows = manifest.shape, names.kv_rows(manifest.max_model_len)  # native KV buffers have a fixed size
+    assert f"{names.key_cache(0)}:[1,{shape.kv_heads},{rows},{shape.head_dim}]" in kept
+    written = run("inspect", out, "--write-inputs", tmp_path / "inputs")["inputs"]
+    assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
+    assert {"lyanna.draft.tree.num_pending.bin", "dm.draft.token.output_rows.bin"} <= {
+        Path(file).name for file in written
+    }
+
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int4", "int8")
+
+
+@pytest.mark.slow
+def test_a_real_builder_takes_every_precision(tmp_path: Path, little: tuple[object, ...], refused: Refused) -> None:
     """TensorRT for RTX builds ahead of time, without a GPU. In a process of its own, since a refusal may abort.
 
-    `make check-tensorrt` builds the embedded model, whose twelve layers take three times as long.
+    `make check-tensorrt` builds the embedded model.
     """
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
-    (tmp_path / "little.toml").write_text(LITTLE)
-    options = ["--precision", ",".join(PRECISIONS), "--weights", "random", "--drafter", "none", "--skip-check"]
-    options += ["--compute-capability", "8.9"]
-    command = [Path(sys.executable).with_name("redraft"), "build", tmp_path / "little.toml", "-o", tmp_path / "tiny"]
+    options = ["--precision", ",".join(PRECISIONS), "--drafter", "none", "--skip-check", "--compute-capability", "8.9"]
+    command = [Path(sys.executable).with_name("redraft"), "build", *little, "-o", tmp_path / "tiny"]
     done = subprocess.run([*command, "--backend", "tensorrt-rtx", *options, "--json"], capture_output=True, text=True,
                           env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -199,14 +199,14 @@ def test_what_no_engine_can_be_built_for_is_one_line(
     assert not (tmp_path / "tiny").exists()
 
 
-@pytest.mark.slow
 def test_the_standard_output_has_one_json_object_alone(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    build: Build, little: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     tensorrt = FakeTensorRt(version="10.13.3.9", inputs=None)
     monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
-    options = ("-o", tmp_path / "tiny", "--precision", "fp16", "--skip-check", "--json")
-    assert build("10.13.3.9", *options, builder=build_engine) == 0, capfd.readouterr().err
+    command = (*little, "-o", tmp_path / "engines", "--json")
+    assert build("10.13.3.9", *command, builder=build_engine) == 0, capfd.readouterr().err
     shown = json.loads(capfd.readouterr().out)
     assert shown["engine_bytes"] == len(b"engine") * len(tensorrt.configs) > 0
     assert shown["merged_weight_bytes"] == 0  # of a converted checkpoint, written with the parts in a row
@@ -224,16 +224,16 @@ def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path)
     assert not (tmp_path / "inputs").exists()
 
 
-@pytest.mark.slow
 def test_operators_that_the_parser_lacks_are_named_and_nothing_is_left(
-    build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    build: Build, built: list[str], little: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert build("10.13.3", "-o", tmp_path / "tiny", "--precision", "fp16", "--drafter", "lyanna,token_info=int8") == 1
+    drafter = ("--drafter", "lyanna=random,method=lyanna,token_info=int8")
+    assert build("10.13.3", *little, "-o", tmp_path / "engines", *drafter) == 1
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert "lyanna.draft: node " in line
     assert "is Gather of int8" in line
     assert line.endswith("build the drafter with token_info=fp16")
-    assert not (tmp_path / "tiny").exists()
+    assert not (tmp_path / "engines").exists()
     assert built == []
 
 
