@@ -1,4 +1,4 @@
-"""Helpers of tests of the command line: other chat templates, commands that must fail, and trained drafters."""
+"""Helpers of tests of the command line: other chat templates, and commands that must work or fail."""
 
 from __future__ import annotations
 
@@ -18,25 +18,6 @@ from redraft.engines.manifest import signed
 __all__ = ["write_tokenizer"]  # tests.runtime imports it from here
 Run = Callable[..., dict[str, Any]]
 Refused = Callable[..., str]
-SCHEDULE = """
-steps = 3
-batch_tokens = 64
-seq_len = 16
-decay_seq_len = 16
-warmup_steps = 1
-optimizer = "adam"
-lr = 0.003
-held_out_every = 3
-evaluate_every = 3
-"""
-"""A training of three steps, for any method."""
-SELF_TEXT = """
-[self_text]
-rows = 4
-prompt_tokens = 4
-new_tokens = 20
-held_out_rows = 2
-"""
 
 
 @pytest.fixture
@@ -48,18 +29,32 @@ def with_template(bundle: Path, tmp_path: Path) -> Callable[[str | None], Path]:
 
 def copy_with_template(bundle: Path, target: Path, template: str | None) -> Path:
     """Copy a bundle with another chat template, or with none."""
-    folder = Path(shutil.copytree(bundle, target))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    file = folder / names.CHAT_TEMPLATE_FILE
-    if template is None:
+    return replace_file(shutil.copytree(bundle, target), names.CHAT_TEMPLATE_FILE, template)
+
+
+def replace_file(bundle: Path, name: str, content: str | None) -> Path:
+    """Replace a bundle's file, or remove it without content. Returns the bundle."""
+    file, files = bundle / name, {}
+    if content is None:
         file.unlink()
-        del manifest["files"][file.name]
     else:
-        file.write_text(template)
+        file.write_text(content, encoding="utf-8")
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": digest}
-    (folder / "manifest.json").write_text(json.dumps(signed(manifest)))
-    return folder
+        files[name] = {"size": file.stat().st_size, "sha256": digest}
+
+    def change(manifest: dict[str, Any]) -> None:
+        del manifest["files"][name]
+        manifest["files"] |= files
+
+    return edit_manifest(bundle, change)
+
+
+def edit_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change a bundle's manifest and sign it again. Returns the bundle."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    change(manifest)
+    (bundle / "manifest.json").write_text(json.dumps(signed(manifest)))
+    return bundle
 
 
 @pytest.fixture
@@ -91,23 +86,3 @@ def run(redraft: Redraft) -> Run:
         return found
 
     return command
-
-
-def trained_drafter(
-    method: str, verifier: Path, run: Run, folder: Path, recipe: str = SELF_TEXT, *options: object
-) -> Path:
-    """Train a drafter for a few steps in `folder`/run and publish it. Returns its folder.
-
-    recipe: what follows the schedule, or begins with its method.   options: of the training.
-    """
-    folder.mkdir(exist_ok=True)
-    own, _, rest = recipe.partition("\n")
-    (folder / "recipe.toml").write_text(f"{own}\n{SCHEDULE}{rest}")
-    text = folder / "text.txt"
-    animals = ("cat", "dog", "fox", "hen", "pig", "rat") * 20
-    text.write_text("\n<|endoftext|>\n".join(f"the {word} sat on a mat, and so did {word}." * 4 for word in animals))
-    trained, drafter = folder / "run", folder / "drafter"
-    data = ("--verifier", verifier, "--data", f"prose={text}", "--config", folder / "recipe.toml", "--threads", "1")
-    assert run("train", method, *data, "--out", trained, *options)["steps_run"] == 3
-    run("train", "publish", trained, "--out", drafter)
-    return drafter

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+from tests.cli.conftest import Refused, Run
+from tests.little import Redraft
 
-from redraft.bench.compare import Run
+from redraft.bench import compare
 from redraft.bench.prompts import BenchPrompt
 from redraft.bench.summary import margin_finder
-from redraft.cli import main
 from redraft.cli.bench import warnings
 from redraft.cli.bench_report import check_same_model
 from redraft.engines.manifest import load_manifest
@@ -22,8 +22,6 @@ from redraft.errors import UsageError
 from redraft.runtime import Generation, Runtime, SamplingParams
 from redraft.runtime.metrics import Metrics
 
-Refused = Callable[..., str]
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 FIGURES = {"tokens_per_second", "speedup", "mean_acceptance_length", "identical_to_plain", "prompts", "tokens",
            "overhead_fraction"}  # fmt: skip
 
@@ -37,9 +35,11 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
+SHORT = ("--max-new-tokens", "8", "--ignore-eos")
+
+
 def test_json_gives_environment_and_figures_by_method(redraft: Redraft, bundle: Path, prompts: Path) -> None:
-    result = redraft("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos",
-                     "--threads", "1", "--json")  # fmt: skip
+    result = redraft("bench", "--engines", bundle, "--prompts", prompts, *SHORT, "--threads", "1", "--json")
     measured = json.loads(result.stdout)
     assert result.stderr == ""
     assert measured["environment"]["threads"] == 1
@@ -54,12 +54,13 @@ def test_json_gives_environment_and_figures_by_method(redraft: Redraft, bundle: 
     }  # fmt: skip
 
 
-def test_sampled_texts_are_compared_too(redraft: Redraft, bundle: Path, prompts: Path) -> None:
-    options = ("--temperature", "0.8", "--top-k", "9", "--seed", "4", "--sampling", "model", "--methods", "ngram")
-    result = redraft("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos",
-                     *options, "--json")  # fmt: skip
-    measured = json.loads(result.stdout)
+def test_sampled_texts_are_compared_too(run: Run, bundle: Path, prompts: Path) -> None:
+    """With drafts of one token, no step brings more than two."""
+    options = ("--temperature", "0.8", "--top-k", "9", "--seed", "4", "--sampling", "model", "--methods", "ngram",
+               "--controller", "fixed,gamma=1")  # fmt: skip
+    measured = run("bench", "--engines", bundle, "--prompts", prompts, *SHORT, *options)
     assert measured["methods"]["ngram"]["identical_to_plain"] is True
+    assert measured["methods"]["ngram"]["mean_acceptance_length"] <= 2
     assert {name: measured["sampling"][name] for name in ("temperature", "top_k", "top_p", "seed")} == {
         "temperature": 0.8, "top_k": 9, "top_p": 1.0, "seed": 4,
     }  # fmt: skip
@@ -74,10 +75,9 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_chat_is_measured_turn_by_turn(redraft: Redraft, bundle: Path, chats: Path) -> None:
-    arguments = ("bench", "--engines", bundle, "--prompts", chats, "--max-new-tokens", "8", "--ignore-eos",
-                 "--chat", "--system", "a")  # fmt: skip
-    measured = json.loads(redraft(*arguments, "--json").stdout)
+def test_a_chat_is_measured_turn_by_turn(run: Run, redraft: Redraft, bundle: Path, chats: Path) -> None:
+    arguments = ("bench", "--engines", bundle, "--prompts", chats, *SHORT, "--chat", "--system", "a")
+    measured = run(*arguments)
     assert (measured["chat"], measured["system"]) == (True, "a")
     for figures in measured["methods"].values():
         assert (figures["outputs"], figures["prompts"], figures["tokens"]) == (5, 5, 40)
@@ -91,13 +91,12 @@ def test_a_chat_is_measured_turn_by_turn(redraft: Redraft, bundle: Path, chats: 
     assert "plain outputs that loop (the last 64 tokens repeat a period of at most 16): 0 of 5" in shown
 
 
-def test_without_chat_only_first_turns_are_measured(redraft: Redraft, bundle: Path, chats: Path) -> None:
-    arguments = ("bench", "--engines", bundle, "--prompts", chats, "--max-new-tokens", "8", "--ignore-eos", "--json")
-    measured = json.loads(redraft(*arguments).stdout)
+def test_without_chat_only_first_turns_are_measured(run: Run, bundle: Path, chats: Path) -> None:
+    measured = run("bench", "--engines", bundle, "--prompts", chats, *SHORT)
     assert (measured["chat"], measured["system"]) == (False, None)
     assert measured["methods"]["ngram"]["outputs"] == 2
     assert measured["turns_left_out"] == 3
-    assert "turns left out, which need --chat: 3" in redraft(*arguments[:-1]).stdout
+    assert "turns left out, which need --chat: 3" in warnings(measured)
 
 
 def test_a_difference_names_its_turn_and_its_gap_is_that_of_its_turn() -> None:
@@ -112,7 +111,7 @@ def test_a_difference_names_its_turn_and_its_gap_is_that_of_its_turn() -> None:
                 Generation("", (5, 6), "length", 2, Metrics(1, 0, 0, 0, 1.0, 0.0, (), 1.0, 1.0, 0.0, {}), (1.0, 2.0))
             ]
 
-    run = Run(BenchPrompt("p", "k", "first", ("second",)), [7, 8, 9], {}, turn=2)
+    run = compare.Run(BenchPrompt("p", "k", "first", ("second",)), [7, 8, 9], {}, turn=2)
     margin_of = margin_finder(cast("Runtime", Again()), SamplingParams())
     assert (margin_of(run, 1), margin_of(run, 2)) == (2.0, None)
     assert seen == [[7, 8, 9], [7, 8, 9]]
@@ -147,11 +146,10 @@ def test_chats_that_cannot_be_measured(
 
 
 def test_turns_that_no_longer_fit_are_counted(
-    redraft: Redraft, with_template: Callable[[str | None], Path], chats: Path
+    run: Run, with_template: Callable[[str | None], Path], chats: Path
 ) -> None:
     engines = with_template("{{ messages[0].content * (messages | length) ** 3 }}")
-    measured = json.loads(redraft("bench", "--engines", engines, "--prompts", chats, "--max-new-tokens", "8", "--chat",
-                                  "--json").stdout)  # fmt: skip
+    measured = run("bench", "--engines", engines, "--prompts", chats, "--max-new-tokens", "8", "--chat")
     assert measured["turns_left_out"] == 3
     assert measured["methods"]["none"]["outputs"] == 2
 
@@ -163,10 +161,10 @@ def test_inexact_decoding_is_refused_if_it_is_the_same(refused: Refused, bundle:
     assert "--budget would do nothing" in refused(*arguments, "--budget", "nodes=1,depth=1,width=1", status=2)
 
 
-def test_forced_acceptance_is_labelled_and_reached(redraft: Redraft, bundle: Path, prompts: Path) -> None:
+def test_forced_acceptance_is_labelled_and_reached(run: Run, redraft: Redraft, bundle: Path, prompts: Path) -> None:
     arguments = ("bench", "--engines", bundle, "--prompts", prompts, "--limit", "1", "--max-new-tokens", "31",
                  "--synthetic-acceptance", "1,1", "--budget", "nodes=2,depth=2,width=1")  # fmt: skip
-    measured = json.loads(redraft(*arguments, "--json").stdout)
+    measured = run(*arguments)
     figures = measured["methods"]["ngram"]
     assert measured["synthetic_acceptance"] == [1, 1]
     assert figures["synthetic_acceptance"] is True
@@ -178,12 +176,12 @@ def test_forced_acceptance_is_labelled_and_reached(redraft: Redraft, bundle: Pat
 
 
 def test_controllers_are_compared_from_each_first_length(
-    redraft: Redraft, bundle: Path, prompts: Path, tmp_path: Path
+    run: Run, redraft: Redraft, bundle: Path, prompts: Path, tmp_path: Path
 ) -> None:
     """The small model's texts are short, but each is decoded by all seven ways."""
     given = ("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "24", "--ignore-eos", "--methods",
              "ngram", "--controllers", "adaptive,gammatune,delta=1,heuristic", "--initial-lengths", "1,3")  # fmt: skip
-    found = json.loads(redraft(*given, "--json").stdout)
+    found = run(*given)
     assert (found["method"], found["outputs"], found["differing_outputs"]) == ("ngram", 3, 0)
     assert list(found["controllers"]) == ["fixed", "adaptive", "gammatune,delta=1", "heuristic"]
     assert list(found["controllers"]["heuristic"]["lengths"]) == ["1", "3"]
@@ -194,14 +192,12 @@ def test_controllers_are_compared_from_each_first_length(
     assert (tmp_path / "plots/throughput.png").stat().st_size > 1000
 
 
-def test_a_report_of_all_methods(redraft: Redraft, bundle: Path, prompts: Path, tmp_path: Path) -> None:
-    compared = ("--controllers", "heuristic", "--initial-lengths", "1,3", "--max-new-tokens", "16", "--ignore-eos")
-    (tmp_path / "controllers.json").write_text(
-        redraft("bench", "--engines", bundle, "--prompts", prompts, *compared, "--json").stdout
-    )
-    given = ("--max-new-tokens", "16", "--ignore-eos", "--report", tmp_path / "page", "--chains", bundle, "--json",
-             "--baseline", "ngram", "--controllers-json", tmp_path / "controllers.json")  # fmt: skip
-    found = json.loads(redraft("bench", "--engines", bundle, "--prompts", prompts, *given).stdout)
+def test_a_report_of_all_methods(run: Run, bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    common = ("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos")
+    compared = run(*common, "--controllers", "heuristic", "--initial-lengths", "1,3")
+    (tmp_path / "controllers.json").write_text(json.dumps(compared))
+    found = run(*common, "--report", tmp_path / "page", "--chains", bundle, "--baseline", "ngram",
+                "--controllers-json", tmp_path / "controllers.json")  # fmt: skip
     assert found["methods"] == ["ngram", "suffix", "lookahead"]
     assert list(found["temperatures"]) == ["0", "1"]
     for temperature in found["temperatures"].values():
@@ -226,13 +222,6 @@ def test_chains_of_another_model_or_precision_are_refused(bundle: Path) -> None:
             check_same_model(manifest, changed)
 
 
-def test_one_controller_for_all_methods(redraft: Redraft, bundle: Path, prompts: Path) -> None:
-    """With drafts of one token, no step brings more than two."""
-    given = ("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos", "--json")
-    found = json.loads(redraft(*given, "--methods", "ngram", "--controller", "fixed,gamma=1").stdout)
-    assert found["methods"]["ngram"]["mean_acceptance_length"] <= 2
-
-
 @pytest.mark.parametrize(
     ("content", "word"),
     [
@@ -251,22 +240,17 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
     assert word in refused("bench", "--engines", bundle, "--prompts", file, status=1)
 
 
-def test_an_unknown_method_is_refused_before_any_runs(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}')
-    words = ("bench", "--engines", bundle, "--prompts", tmp_path / "prompts.jsonl", "--methods", "ngram,magic")
-    assert main.run([*map(str, words)]) == 2
-    error = capsys.readouterr().err
-    assert "this bundle has no drafter 'magic'" in error
-    assert "warming up" not in error
+def test_an_unknown_method_is_refused_before_any_runs(redraft: Redraft, bundle: Path, prompts: Path) -> None:
+    done = redraft("bench", "--engines", bundle, "--prompts", prompts, "--methods", "ngram,magic")
+    assert done.returncode == 2
+    assert "this bundle has no drafter 'magic'" in done.stderr
+    assert "warming up" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
         (["--methods", "none,"], "--methods"),
-        (["--methods", "none,magic"], "this bundle has no drafter 'magic'"),
         (["--limit", "-1"], "--limit"),
         (["--prompts", "/no/such.jsonl"], "cannot read"),
         (["--system", "b"], "--system needs --chat"),

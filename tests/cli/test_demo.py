@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Refused
+from tests.cli.conftest import Refused, Run
 from tests.little import Redraft
 
 from redraft.assembly import bundle as bundles
@@ -36,10 +35,10 @@ def test_the_ratio_is_that_of_the_rates_it_prints(redraft: Redraft, lyanna_bundl
     assert len(re.findall(r"^  \S", done.stdout.partition("next:")[2], re.M)) == 3
 
 
-def test_two_bundles_and_two_chats(redraft: Redraft, bundle: Path) -> None:
+def test_two_bundles_and_two_chats(run: Run, redraft: Redraft, bundle: Path) -> None:
     """Both bundles answer both prompts, through the template and with the system's message."""
-    options = ("--chat", "--system", "c", "--prompt", "ab", "--prompt", "a cat", "--max-new-tokens", "12", "--json")
-    shown = json.loads(redraft("demo", "--engines", bundle, "--engines", bundle, *options).stdout)["bundles"]
+    options = ("--chat", "--system", "c", "--prompt", "ab", "--prompt", "a cat", "--max-new-tokens", "12")
+    shown = run("demo", "--engines", bundle, "--engines", bundle, *options)["bundles"]
     assert [each["engines"] for each in shown] == [str(bundle)] * 2
     for each in shown:
         assert (each["name"], each["precision"], each["method"], each["chat"]) == ("little", "fp32", "ngram", True)

@@ -1,18 +1,20 @@
-"""`redraft generate`: text, figures, and prompts and options that it refuses in one line."""
+"""`redraft generate`: text, figures, grammars, and prompts and options that it refuses in one line."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.cli.conftest import Refused
-from tests.little import Redraft
+from tests.cli.conftest import Refused, Run, edit_manifest, replace_file
+from tests.little import WORDS, Redraft
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from redraft.cli import main
-from redraft.engines.manifest import signed
+from redraft import names
 
 METRICS = {
     "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length",
@@ -21,18 +23,14 @@ METRICS = {
 
 
 @pytest.fixture(scope="module")
-def plain(redraft: Redraft, bundle: Path) -> dict[str, object]:
+def plain(run: Run, bundle: Path) -> dict[str, Any]:
     """Return the plain continuation of a prompt."""
-    result = redraft("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "none", "--json")
-    return dict(json.loads(result.stdout))
+    return run("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "none")
 
 
-def test_json_has_text_usage_and_metrics(plain: dict[str, object]) -> None:
+def test_json_has_text_usage_and_metrics(plain: dict[str, Any]) -> None:
     usage, metrics = plain["usage"], plain["metrics"]
-    assert isinstance(usage, dict)
-    assert isinstance(metrics, dict)
-    assert usage["prompt_tokens"] == 7
-    assert usage["completion_tokens"] == len(plain["token_ids"])  # type: ignore[arg-type]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (7, len(plain["token_ids"]))
     assert set(metrics) >= METRICS
     assert set(metrics["stage_ms"]) == {"draft", "verify", "resample", "host"}
     assert plain["finish_reason"] in {"length", "stop"}
@@ -48,7 +46,7 @@ def test_json_has_text_usage_and_metrics(plain: dict[str, object]) -> None:
     ],
 )
 def test_streamed_text_equals_plain(
-    redraft: Redraft, bundle: Path, plain: dict[str, object], tmp_path: Path, prompt: str | None,
+    redraft: Redraft, bundle: Path, plain: dict[str, Any], tmp_path: Path, prompt: str | None,
     options: tuple[str, ...],
 ) -> None:  # fmt: skip
     """By n-grams, over step graphs, and with the prompt from the standard input or a file."""
@@ -58,31 +56,28 @@ def test_streamed_text_equals_plain(
     assert result.stdout == f"{plain['text']}\n"
 
 
-def test_a_seed_gives_a_text_with_any_method(redraft: Redraft, bundle: Path) -> None:
+def test_a_seed_gives_a_text_with_any_method(run: Run, bundle: Path) -> None:
     options = ("--temperature", "0.7", "--top-p", "0.95", "--min-new-tokens", "9", "--repetition-penalty", "1.2",
-               "--logit-bias", "5=1.5", "--ban", "7", "--logprobs", "1", "--sampling", "model", "--json")  # fmt: skip
+               "--logit-bias", "5=1.5", "--ban", "7", "--logprobs", "1", "--sampling", "model")  # fmt: skip
 
-    def text(method: str, seed: int) -> list[dict[str, object]]:
+    def tokens(method: str, seed: int) -> list[dict[str, Any]]:
         arguments = ("--prompt", "abc abc", "--method", method, "--max-new-tokens", "20", "--seed", seed, *options)
-        result = redraft("generate", "--engines", bundle, *arguments)
-        assert result.returncode == 0, result.stderr
-        return list(json.loads(result.stdout)["logprobs"])
+        return list(run("generate", "--engines", bundle, *arguments)["logprobs"])
 
-    first = text("none", 3)
-    assert first == text("ngram", 3) != text("none", 4)
+    first = tokens("none", 3)
+    assert first == tokens("ngram", 3) != tokens("none", 4)
     assert len(first) >= 9
     assert 7 not in {token["token_id"] for token in first}
 
 
 @pytest.mark.parametrize(("system", "text", "tokens"), [((), "abc.", 4), (("--system", "the cat"), "the catabc.", 11)])
 def test_chat_wraps_the_prompt_in_the_template(
-    redraft: Redraft, bundle: Path, system: tuple[str, ...], text: str, tokens: int
+    run: Run, bundle: Path, system: tuple[str, ...], text: str, tokens: int
 ) -> None:
-    arguments = ("generate", "--engines", bundle, "--json", "--max-new-tokens", "4", "--prompt")
-    chat = json.loads(redraft(*arguments, "abc", "--chat", *system).stdout)
-    written_out = json.loads(redraft(*arguments, text).stdout)
+    command = ("generate", "--engines", bundle, "--max-new-tokens", "4", "--prompt")
+    chat = run(*command, "abc", "--chat", *system)
     assert chat["usage"]["prompt_tokens"] == tokens
-    assert chat["token_ids"] == written_out["token_ids"]
+    assert chat["token_ids"] == run(*command, text)["token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -106,15 +101,13 @@ def test_a_chat_past_the_context(refused: Refused, bundle: Path) -> None:
     assert "the conversation has 64 tokens and the context holds 64" in line
 
 
-def test_empty_prompt_is_the_bare_bos_token(redraft: Redraft, bundle: Path) -> None:
-    result = redraft("generate", "--engines", bundle, "--prompt", "", "--json")
-    assert json.loads(result.stdout)["usage"]["prompt_tokens"] == 1
+def test_empty_prompt_is_the_bare_bos_token(run: Run, bundle: Path) -> None:
+    assert run("generate", "--engines", bundle, "--prompt", "")["usage"]["prompt_tokens"] == 1
 
 
 def test_empty_prompt_without_bos_token(refused: Refused, bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(bundle, tmp_path / "little"))
-    manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps(signed({**manifest, "bos_token_id": None})))
+    edit_manifest(copy, lambda manifest: manifest.update(bos_token_id=None))
     assert "no beginning-of-sequence token" in refused("generate", "--engines", copy, "--prompt", "", status=2)
 
 
@@ -126,7 +119,7 @@ def test_prompt_past_the_context(refused: Refused, bundle: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 99])
 def test_every_command_refuses_another_schema_with_the_command_that_rebuilds(
-    tmp_path: Path, version: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, version: int, refused: Refused
 ) -> None:
     """Of the manifest, only the model's source and the options are read then."""
     (tmp_path / "prompts.jsonl").write_text('{"id": "p", "category": "code", "turns": ["a"]}\n')
@@ -140,9 +133,7 @@ def test_every_command_refuses_another_schema_with_the_command_that_rebuilds(
     ]  # fmt: skip
     rebuild = f"run `redraft build 'my model' -o {tmp_path} --precision int8 --force`"
     for command in commands:
-        assert main.run([str(word) for word in command]) == 1, command
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.endswith(f"found {version}; {rebuild}"), line
+        assert refused(*command, status=1).endswith(f"found {version}; {rebuild}"), command
 
 
 def test_no_bundle(refused: Refused, tmp_path: Path) -> None:
@@ -202,14 +193,14 @@ def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word:
 
 
 def test_a_prediction_does_not_change_the_text(
-    redraft: Redraft, refused: Refused, bundle: Path, plain: dict[str, object], tmp_path: Path
+    run: Run, refused: Refused, bundle: Path, plain: dict[str, Any], tmp_path: Path
 ) -> None:
     """An empty one changes nothing; one past the context, or for plain decoding, is refused."""
-    command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--budget", "nodes=8,depth=8,width=1", "--json")
+    command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--budget", "nodes=8,depth=8,width=1")
     predicted = tmp_path / "predicted.txt"
     for text in (str(plain["text"]), ""):
         predicted.write_text(text, encoding="utf-8")
-        found = json.loads(redraft(*command, "--prediction", predicted).stdout)
+        found = run(*command, "--prediction", predicted)
         assert found["token_ids"] == plain["token_ids"]
         assert found["metrics"]["num_draft_tokens"] > 0
     predicted.write_text("abc " * 3000, encoding="utf-8")
@@ -220,10 +211,52 @@ def test_a_prediction_does_not_change_the_text(
     assert "not UTF-8" in refused(*command, "--prediction", predicted, status=1)
 
 
-def test_a_drafters_options_reach_it(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:
+def test_a_drafters_options_reach_it(run: Run, bundle: Path, plain: dict[str, Any]) -> None:
     """With a context of one token suffix decoding drafts one token a step; the text stays."""
-    command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "suffix", "--json")
+    command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "suffix")
     options = ("--budget", "nodes=8,depth=8,width=1", "--drafter-option", "suffix.suffix_decoding_max_tree_depth=2")
-    found = json.loads(redraft(*command, *options).stdout)
+    found = run(*command, *options)
     assert found["token_ids"] == plain["token_ids"]
     assert found["metrics"]["num_draft_tokens"] == found["metrics"]["num_spec_steps"] > 0
+
+
+@pytest.fixture(scope="module")
+def spelling(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a bundle whose tokenizer has the same ids, and bytes that llguidance can read."""
+    tokenizer = Tokenizer(models.BPE({word.replace(" ", "\u0120"): i for i, word in enumerate(WORDS)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(WORDS[:3])
+    folder = Path(shutil.copytree(bundle, tmp_path_factory.mktemp("spelling") / "engines"))
+    return replace_file(folder, names.TOKENIZER_FILE, tokenizer.to_str())
+
+
+def test_texts_match_their_grammar(redraft: Redraft, spelling: Path, tmp_path: Path) -> None:
+    grammar = tmp_path / "rules.lark"
+    grammar.write_text('start: "a" "b"~3', encoding="utf-8")
+    for option, value, expected in (("--regex", "(ab){2}c?", "(ab){2}c?"), ("--grammar", grammar, "abbb")):
+        result = redraft("generate", "--engines", spelling, "--prompt", "abc abc", option, value)
+        assert re.fullmatch(expected, result.stdout.strip()), result.stderr
+
+
+def test_a_schema_that_the_vocabulary_cannot_spell(refused: Refused, spelling: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}', encoding="utf-8")
+    asked = ("generate", "--engines", spelling, "--prompt", "abc")
+    for option in (("--json-schema", schema), ("--json-object",)):
+        assert "no text matches the JSON schema" in refused(*asked, *option, status=2)
+
+
+def test_wrong_constraints(refused: Refused, spelling: Path, tmp_path: Path) -> None:
+    asked = ("generate", "--engines", spelling, "--prompt", "abc")
+    assert "the regular expression does not compile" in refused(*asked, "--regex", "(", status=2)
+    assert "one of regex and json_object" in refused(*asked, "--regex", "a", "--json-object", status=2)
+    schema = tmp_path / "schema.json"
+    schema.write_text("{", encoding="utf-8")
+    assert "the JSON schema is not JSON" in refused(*asked, "--json-schema", schema, status=2)
+    assert "unknown acceptance" in refused(*asked, "--acceptance", "lucky", status=2)
+
+
+def test_a_tokenizer_that_cannot_be_read(refused: Refused, bundle: Path) -> None:
+    line = refused("generate", "--engines", bundle, "--prompt", "abc", "--regex", "a", status=2)
+    assert "llguidance cannot read this model's tokenizer" in line

@@ -14,13 +14,13 @@ from tests.little import Redraft
 PROMPT = "the cat 12 and the dog"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen2 in Q8_0, with byte-level BPE; not to be written to."""
     return random_file("qwen2", "Q8_0").write(tmp_path_factory.mktemp("gguf") / "little-Q8_0.gguf")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gguf_bundle(gguf_file: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of `gguf_file`, which also drafts for itself; not to be written to."""
     out = tmp_path_factory.mktemp("engines") / "little"
@@ -30,7 +30,7 @@ def gguf_bundle(gguf_file: Path, redraft: Redraft, tmp_path_factory: pytest.Temp
     return out
 
 
-def test_text_is_that_of_transformers(redraft: Redraft, gguf_file: Path, gguf_bundle: Path) -> None:
+def test_text_is_that_of_transformers(run: Run, gguf_file: Path, gguf_bundle: Path) -> None:
     import torch
     from transformers import AutoTokenizer
 
@@ -38,13 +38,13 @@ def test_text_is_that_of_transformers(redraft: Redraft, gguf_file: Path, gguf_bu
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     model = by_transformers(gguf_file)
     expected = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=[2, 3], pad_token_id=0)
-    found = redraft("generate", "--engines", gguf_bundle, "--prompt", PROMPT, "--max-new-tokens", 24, "--json")
-    assert json.loads(found.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    found = run("generate", "--engines", gguf_bundle, "--prompt", PROMPT, "--max-new-tokens", 24)
+    assert found["token_ids"] == expected[0, ids.shape[1] :].tolist()
 
 
-def test_a_file_drafts(redraft: Redraft, gguf_bundle: Path) -> None:
-    options = ("--engines", gguf_bundle, "--prompt", PROMPT, "--max-new-tokens", 24, "--json")
-    plain, drafted = (json.loads(redraft("generate", *options, "--method", m).stdout) for m in ("none", "draft"))
+def test_a_file_drafts(run: Run, redraft: Redraft, gguf_bundle: Path) -> None:
+    options = ("--engines", gguf_bundle, "--prompt", PROMPT, "--max-new-tokens", 24)
+    plain, drafted = (run("generate", *options, "--method", method) for method in ("none", "draft"))
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["metrics"]["num_accepted_draft_tokens"] > 0
     inspected = redraft("inspect", gguf_bundle).stdout

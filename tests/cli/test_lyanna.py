@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.conftest import Refused
+from tests.cli.conftest import Refused, Run, edit_manifest
 from tests.little import WORDS, Redraft, write_checkpoint
 
 from redraft.assembly.drafters import drafter_digests, settings_of
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
-from redraft.engines.manifest import signed
 from redraft.errors import BundleError
 from redraft.export.checkpoint.safetensors import Checkpoint
+from redraft.runtime import Runtime, SamplingParams
 
 STEPS = 3
 OPTIONS = "token_info=int8,nodes=31"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def drafter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random drafter for `checkpoint`; not to be written to."""
     from tests.export.drafters.tiny import CONFIG, write_drafter
@@ -34,14 +34,11 @@ def drafter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_drafter(tmp_path_factory.mktemp("drafter"), Checkpoint.open(checkpoint), config)
 
 
-@pytest.fixture(scope="session")
-def drafted(redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def drafted(run: Run, checkpoint: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with that drafter, its token information in int8; not to be written to."""
     out = tmp_path_factory.mktemp("engines") / "drafted"
-    chosen = f"{drafter},{OPTIONS}"
-    result = redraft("build", checkpoint, "-o", out, "--drafter", chosen, "--eval-text", "none", "--json")
-    assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout)
+    summary = run("build", checkpoint, "-o", out, "--drafter", f"{drafter},{OPTIONS}", "--eval-text", "none")
     (found,) = summary["drafters"].values()
     assert (found["method"], found["table_bytes"]) == ("lyanna", 32 * 32 + 4 * 32)
     assert (found["shape"]["token_info"], found["shape"]["draft_vocabulary"]) == ("int8", 32)
@@ -54,31 +51,19 @@ def copy(drafted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(drafted, tmp_path / "drafted"))
 
 
-def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
-    redraft: Redraft, drafted: Path, tmp_path: Path
-) -> None:
+def test_default_method_is_the_bundles_own_and_writes_the_plain_text(run: Run, drafted: Path, tmp_path: Path) -> None:
     """All methods write one text, and the trace of a drafted one replays."""
-    trace, figures = tmp_path / "trace", {}
-    arguments = ("generate", "--engines", drafted, "--prompt", "the cat", "--max-new-tokens", "40", "--ignore-eos",
-                 "--json")  # fmt: skip
-    budget = ("--budget", "nodes=12,depth=3,width=4")
-    for method, more in (
-        (None, (*budget, "--trace", trace)),
-        ("none", ()),
-        ("ngram", budget),
-        ("lyanna", ()),
-        ("ngram+lyanna", ()),
-    ):
-        result = redraft(*arguments, *(("--method", method) if method else ()), *more)
-        assert result.returncode == 0, result.stderr
-        figures[method] = json.loads(result.stdout)
-    assert figures[None]["method"] == "ngram+lyanna"
-    assert len({tuple(found["token_ids"]) for found in figures.values()}) == 1
-    played = json.loads(redraft("replay", trace, "--json").stdout)
+    trace, budget = tmp_path / "trace", ("--budget", "nodes=12,depth=3,width=4")
+    command = ("generate", "--engines", drafted, "--prompt", "the cat", "--max-new-tokens", "40", "--ignore-eos")
+    default = run(*command, *budget, "--trace", trace)
+    assert default["method"] == "ngram+lyanna"
+    for method, options in (("none", ()), ("ngram", budget), ("lyanna", ()), ("ngram+lyanna", ())):
+        assert run(*command, "--method", method, *options)["token_ids"] == default["token_ids"]
+    played = run("replay", trace)
     assert set(played["sources"]) <= {"fresh", "resample", "none"}
     assert played["sources"]["fresh"]["nodes"] > 0
     accepted = sum(source["accepted"] for source in played["sources"].values())
-    assert accepted >= figures[None]["metrics"]["num_accepted_draft_tokens"]
+    assert accepted >= default["metrics"]["num_accepted_draft_tokens"]
     assert played["requests"]["0"] >= 7 + 40
 
 
@@ -89,10 +74,9 @@ def test_inspect_tells_of_the_drafter(redraft: Redraft, drafted: Path) -> None:
     assert "graph      lyanna.draft.single" in shown
 
 
-def test_the_same_drafter_again_is_no_build(redraft: Redraft, checkpoint: Path, drafter: Path, drafted: Path) -> None:
-    again = redraft("build", checkpoint, "-o", drafted, "--drafter", f"{drafter},{OPTIONS}", "--eval-text",
-                    "none", "--json")  # fmt: skip
-    assert json.loads(again.stdout)["cached"] is True
+def test_the_same_drafter_again_is_no_build(run: Run, checkpoint: Path, drafter: Path, drafted: Path) -> None:
+    again = run("build", checkpoint, "-o", drafted, "--drafter", f"{drafter},{OPTIONS}", "--eval-text", "none")
+    assert again["cached"] is True
 
 
 def test_files_of_a_drafter_are_part_of_the_build_key(
@@ -112,13 +96,6 @@ def test_files_of_a_drafter_are_part_of_the_build_key(
 
 
 # --- damaged bundles -------------------------------------------------------------------------------------------------
-
-
-def rewrite(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest and sign it again."""
-    values = json.loads((bundle / "manifest.json").read_text())
-    change(values)
-    (bundle / "manifest.json").write_text(json.dumps(signed(values)))
 
 
 def ref(values: dict[str, Any], name: str = "token_info.table") -> dict[str, Any]:
@@ -179,7 +156,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
 def test_a_manifest_that_does_not_fit_its_drafter(
     copy: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    rewrite(copy, change)
+    edit_manifest(copy, change)
     with pytest.raises(BundleError) as error:
         open_bundle(copy, verify=False)
     assert message in str(error.value)
@@ -256,20 +233,15 @@ def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, 
     assert "build.drafters.a: unknown key depth; known keys are draft_vocabulary" in line
 
 
-@pytest.mark.slow
-def test_two_drafters_of_one_method_in_one_bundle(
-    redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path: Path
-) -> None:
+def test_two_drafters_of_one_method_in_one_bundle(run: Run, checkpoint: Path, drafter: Path, tmp_path: Path) -> None:
     """Each has its own files, tables and name, and both write the plain text."""
     out = tmp_path / "engines"
-    built = redraft("build", checkpoint, "-o", out, "--drafter", f"short={drafter},steps=1", "--drafter",
-                    f"long={drafter}", "--eval-text", "none", "--json")  # fmt: skip
-    assert list(json.loads(built.stdout)["drafters"]) == ["short", "long"], built.stderr
+    chosen = ("--drafter", f"short={drafter},steps=1", "--drafter", f"long={drafter}")
+    built = run("build", checkpoint, "-o", out, *chosen, "--eval-text", "none", "--skip-check")
+    assert list(built["drafters"]) == ["short", "long"]
     assert {path.name for path in out.glob("*.resample.onnx")} == {"long.resample.onnx"}
-    texts = set()
-    for method in ("none", "short", "long", "ngram+short", "ngram+long"):
-        result = redraft("generate", "--engines", out, "--prompt", "the cat", "--max-new-tokens", "20", "--ignore-eos",
-                         "--method", method, "--json")  # fmt: skip
-        assert result.returncode == 0, result.stderr
-        texts.add(tuple(json.loads(result.stdout)["token_ids"]))
-    assert len(texts) == 1
+    methods = ["none", "short", "long", "ngram+short", "ngram+long"]
+    with Runtime.open(out, threads=1, verify=False) as runtime:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        found = runtime.generate(["the cat"] * len(methods), params, methods)
+    assert len({text.token_ids for text in found}) == 1

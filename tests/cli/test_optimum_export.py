@@ -46,47 +46,52 @@ def optimum_cli(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_optimum_lists_the_command(optimum_cli: Run) -> None:
+def test_optimum_lists_and_runs_the_command(optimum_cli: Run) -> None:
     result = optimum_cli("export", "--help")
     assert result.returncode == 0, result.stderr
     assert "redraft" in result.stdout
+    result = optimum_cli("export", "redraft", "-m", "none/of/these")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("redraft: error: no model 'none/of/these'")
 
 
-def test_help_is_that_of_build(optimum_cli: Run) -> None:
-    result = optimum_cli("export", "redraft", "--help")
-    assert result.returncode == 0, result.stderr
-    assert "Usage: optimum-cli export redraft [OPTIONS] [" in result.stdout
+def test_help_is_that_of_build(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert optimum_export.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Usage: optimum-cli export redraft [OPTIONS] [" in shown
     for name in inspect.signature(build).parameters:
         option = {"out": "out", "as_json": "--json"}.get(name, "--" + name.replace("_", "-"))
-        assert option in result.stdout
+        assert option in shown
 
 
-def test_builds_a_bundle(optimum_cli: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_builds_a_bundle(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bundle"
-    result = optimum_cli("export", "redraft", "--model", checkpoint, out, "--eval-text=none", "--max-model-len", 32)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"{out}: built in ")
-    assert "context 32" in result.stdout
+    options = ["--eval-text=none", "--skip-check", "--max-model-len", "32"]
+    assert optimum_export.run(["--model", str(checkpoint), str(out), *options]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{out}: built in ")
+    assert "context 32" in shown
     assert (out / "verifier.onnx").is_file()
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ((), 2, "Missing option '-m' / '--model'"),
-        (("-m", "none", "--no-such-option"), 2, "No such option: --no-such-option"),
-        (("-m", "none/of/these"), 2, "no model 'none/of/these'"),
-        (("-m", "."), 1, "config.json"),
+        ([], 2, "Missing option '-m' / '--model'"),
+        (["-m", "none", "--no-such-option"], 2, "No such option: --no-such-option"),
+        (["-m", "."], 1, "config.json"),
     ],
 )
-def test_errors_are_those_of_build(optimum_cli: Run, arguments: tuple[str, ...], status: int, message: str) -> None:
-    result = optimum_cli("export", "redraft", *arguments)
-    assert result.returncode == status, result.stderr
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("[")]  # without progress
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("redraft: error: ")
-    assert message in lines[0]
-    assert result.stdout == ""
+def test_errors_are_those_of_build(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, message: str
+) -> None:
+    assert optimum_export.run(arguments) == status
+    shown = capsys.readouterr()
+    (line,) = (line for line in shown.err.splitlines() if not line.startswith("["))  # without progress
+    assert line.startswith("redraft: error: ")
+    assert message in line
+    assert shown.out == ""
 
 
 def test_interrupt_is_one_line(

@@ -7,7 +7,7 @@ NVIDIA documents for `nvtx_pushpop_trace`.
 from __future__ import annotations
 
 import json
-import subprocess
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,11 +15,12 @@ from pathlib import Path
 
 import onnxruntime as ort
 import pytest
+from tests.cli.conftest import Refused, Run, edit_manifest
+from tests.little import Redraft
 from tests.runtime.devices import tensorrt_device
 from tests.runtime.fakes import CURVE
 from tests.standins.cuda import FakeCuda, Status
 
-from redraft.cli import main
 from redraft.cli.nsys import parse, profile_options
 from redraft.cli.profile import ProfileRun, decode
 from redraft.engines import open_bundle
@@ -27,8 +28,6 @@ from redraft.runtime import api
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.profiling import Recorded, Recording
 
-Refused = Callable[..., str]
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
 RUN = ("--prompt", "abc abc abc", "--max-new-tokens", "24", "--method", "ngram")
 
 NVTX = """
@@ -109,8 +108,8 @@ def test_a_table_and_a_trace(redraft: Redraft, bundle: Path, tmp_path: Path) -> 
     assert int(shown[4].split()[1]) == len(steps) > 0
 
 
-def test_json_holds_the_stages_the_metrics_and_the_memory(redraft: Redraft, bundle: Path) -> None:
-    values = json.loads(redraft("profile", "--engines", bundle, *RUN, "--roofline", "--json").stdout)
+def test_json_holds_the_stages_the_metrics_and_the_memory(run: Run, bundle: Path) -> None:
+    values = run("profile", "--engines", bundle, *RUN, "--roofline")
     assert values["stage_ms"] == pytest.approx(values["metrics"]["stage_ms"], rel=1e-6)
     assert values["outside_engines"] == pytest.approx(values["metrics"]["overhead_fraction"], rel=1e-6)
     assert values["tokens"]["new"] > 1
@@ -120,7 +119,7 @@ def test_json_holds_the_stages_the_metrics_and_the_memory(redraft: Redraft, bund
     assert all(engine["traffic"]["weights"] > 0 for engine in values["roofline"]["engines"])
 
 
-def test_on_a_device_the_tables_and_the_json_name_it(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
+def test_on_a_device_the_tables_and_the_json_name_it(run: Run, redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     asked = ("profile", "--engines", bundle, *RUN, "--device", "cpu", "--roofline")
     shown = redraft(*asked, "--out", out).stdout.splitlines()
@@ -128,7 +127,7 @@ def test_on_a_device_the_tables_and_the_json_name_it(redraft: Redraft, bundle: P
     assert shown[-1].startswith("memory of cpu: copies ")
     assert shown[-1].endswith(" GB/s, over 256 MiB")
     assert json.loads(out.read_text())["otherData"]["environment"]["device"] == "cpu"
-    values = json.loads(redraft(*asked, "--json").stdout)
+    values = run(*asked)
     assert (values["device"], values["environment"]["device"], values["roofline"]["device"]) == ("cpu",) * 3
     graphs = [(engine["graph"], engine["tokens"]) for engine in values["roofline"]["engines"]]
     assert graphs == [("verifier", 1), ("verifier", 8)]
@@ -184,16 +183,14 @@ def test_on_a_device_nothing_is_captured_while_it_is_recorded(
 
 
 def test_nsight_sees_the_same_ranges(
-    redraft: Redraft, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
+    run: Run, redraft: Redraft, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
     """On a device too, which has no range `accept`: `accept_output` comes with the verification."""
     install_nsys()
     out = tmp_path / "kept.nsys-rep"
-    arguments = ("profile", "--engines", bundle, *RUN, "--budget", "nodes=3,depth=3,width=1", "--json")
-    plain = json.loads(redraft(*arguments).stdout)
-    result = redraft(*arguments, "--nsys", "--out", out)
-    assert result.returncode == 0, result.stderr
-    values = json.loads(result.stdout)
+    arguments = ("profile", "--engines", bundle, *RUN, "--budget", "nodes=3,depth=3,width=1")
+    plain = run(*arguments)
+    values = run(*arguments, "--nsys", "--out", out)
     assert (values["source"], values["trace"]) == ("nsys", str(out))
     assert "redraft:decode" in out.read_text()
     assert values["device"] is None
@@ -246,29 +243,17 @@ def test_an_nsight_that_sees_nothing(
     assert words in refused("profile", "--engines", bundle, *RUN, "--nsys", status=1)
 
 
-def test_nsights_child_is_asked_the_same(refused: Refused, bundle: Path, install_nsys: Callable[..., None]) -> None:
-    """The child gets every option of the run, and the text as a file."""
-    install_nsys("print(rest[place:], repr(open(rest[-2]).read())) or 3")
-    options = ("--method", "ngram", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
-    line = refused(
-        "profile", "--engines", bundle, "--prompt", "-a\nb", *options, "--max-new-tokens", "9", "--nsys", status=1
-    )
-    asked = ["profile", "--engines", str(bundle), "--max-new-tokens", "9", *options, "--prompt-file"]
-    assert f", {str(asked)[1:-1]}, " in line
-    assert line.endswith("/prompt.txt', '--nvtx'] '-a\\nb'")
-
-
-def test_nsights_child_gets_prompts_that_no_argument_holds(
-    redraft: Redraft, refused: Refused, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
+def test_nsights_child_is_asked_the_same(
+    refused: Refused, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
-    install_nsys()
-    prompt = tmp_path / "prompt.txt"
-    asked = ("profile", "--engines", bundle, "--prompt-file", prompt, "--nsys", "--max-new-tokens", "9")
-    prompt.write_text("a" * 200_000)  # the kernel takes 128 KiB
-    assert "shorten the prompt" in refused(*asked, status=2)
-    prompt.write_text("a\0b")
-    result = redraft(*asked)
-    assert result.returncode == 0, result.stderr
+    """The child gets every option of the run, and the text as a file: no argument holds a zero or over 128 KiB."""
+    install_nsys("print(rest[place:], [open(rest[-2]).read().rstrip('a')]) or 3")
+    options = ("--method", "ngram", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
+    (tmp_path / "prompt.txt").write_text("-a\nb\0" + "a" * 200_000)
+    asked = ("profile", "--engines", bundle, "--max-new-tokens", "9", *options, "--prompt-file")
+    line = refused(*asked, tmp_path / "prompt.txt", "--nsys", status=1)
+    assert f", {str([*map(str, asked)])[1:-1]}, " in line
+    assert line.endswith("/prompt.txt', '--nvtx'] ['-a\\nb\\x00']")
 
 
 def test_failures_leave_the_file_unchanged(
@@ -296,12 +281,12 @@ def test_nothing_is_decoded_if_no_trace_can_be_written(redraft: Redraft, bundle:
 
 
 def test_missing_packages_of_the_roofline_fail_before_decoding(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    refused: Refused, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "redraft.bench.roofline", raising=False)
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert main.run(["profile", "--engines", str(bundle), *RUN, "--roofline"]) == 1
-    assert capsys.readouterr().err.startswith("redraft: error: onnx is not installed")
+    line = refused("profile", "--engines", bundle, *RUN, "--roofline", status=1)
+    assert line.startswith("redraft: error: onnx is not installed")
 
 
 @pytest.mark.parametrize(
@@ -316,18 +301,16 @@ def test_options_that_do_nothing_with_nvtx_are_refused(
 
 
 def test_caveats_of_a_bundle_are_printed(
-    redraft: Redraft, checkpoint: Path, tmp_path: Path, install_nsys: Callable[..., None]
+    run: Run, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
     """Random weights, as every output notes."""
-    out = tmp_path / "random"
-    built = redraft("build", checkpoint, "-o", out, "--weights", "random", "--eval-text", "none")
-    assert built.returncode == 0, built.stderr
+    engines = Path(shutil.copytree(bundle, tmp_path / "random"))
+    edit_manifest(engines, lambda manifest: manifest["model"].update(random_weights=True))
     caveat = "random weights (the verifier): speeds are real, texts and acceptance are not"
-    arguments = ("profile", "--engines", out, "--prompt", "abc", "--max-new-tokens", "9", "--method", "none")
-    assert f"beware: {caveat}" in redraft(*arguments).stderr.splitlines()
-    assert caveat in json.loads(redraft(*arguments, "--json").stdout)["caveats"]
+    arguments = ("profile", "--engines", engines, "--prompt", "abc", "--max-new-tokens", "9", "--method", "none")
+    assert caveat in run(*arguments)["caveats"]
     install_nsys()
-    assert caveat in json.loads(redraft(*arguments, "--nsys", "--json").stdout)["caveats"]
+    assert caveat in run(*arguments, "--nsys")["caveats"]
 
 
 @pytest.mark.parametrize(

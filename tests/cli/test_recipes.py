@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Refused
+from tests.cli.conftest import Refused, Run
 from tests.little import Redraft
 
 SHAPE = {
@@ -28,47 +28,40 @@ def write_recipe(folder: Path, backend: str = "onnxruntime", **shape: object) ->
 
 
 @pytest.fixture(scope="module")
-def random_bundle(redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_bundle(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of a shape alone; not to be written to."""
     folder = tmp_path_factory.mktemp("recipe")
-    result = redraft("build", write_recipe(folder), "-o", folder / "engines", "--weights", "random", "--json")
-    assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout)
+    summary = run("build", write_recipe(folder), "-o", folder / "engines", "--weights", "random")
     assert (summary["precision"], list(summary["drafters"])) == ("fp16", ["lyanna"])
     assert summary["caveats"][0].startswith("random weights (the verifier, lyanna): ")
     return folder / "engines"
 
 
-def test_random_engines_are_labelled_everywhere(redraft: Redraft, random_bundle: Path) -> None:
-    shown = redraft("inspect", random_bundle).stdout
-    assert "beware     random weights (the verifier, lyanna)" in shown
-    assert "beware     stand-in tokenizer" in shown
-
-
-@pytest.mark.parametrize("method", ["ngram+lyanna", "none"])
-def test_random_engines_generate_and_the_text_is_labelled(redraft: Redraft, random_bundle: Path, method: str) -> None:
+def test_random_engines_are_labelled_everywhere(
+    run: Run, redraft: Redraft, random_bundle: Path, tmp_path: Path
+) -> None:
     """A token for each byte: every text can be a prompt, and no end of text stops it."""
-    arguments = ("generate", "--engines", random_bundle, "--prompt", "é!", "--method", method, "--max-new-tokens", 6)
-    found = json.loads(redraft(*arguments, "--json").stdout)
-    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 6}
-    assert [caveat.partition(" ")[0] for caveat in found["caveats"]] == ["random", "stand-in"]
-    assert "beware: random weights (the verifier, lyanna)" in redraft(*arguments).stderr
-
-
-def test_bench_of_random_engines_is_labelled(redraft: Redraft, random_bundle: Path, tmp_path: Path) -> None:
+    label = "random weights (the verifier, lyanna)"
+    shown = redraft("inspect", random_bundle).stdout
+    assert f"beware     {label}" in shown
+    assert "beware     stand-in tokenizer" in shown
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["abc"]}) + "\n")
-    arguments = ("bench", "--engines", random_bundle, "--prompts", tmp_path / "prompts.jsonl", "--methods", "ngram",
-                 "--max-new-tokens", 8)  # fmt: skip
-    assert "random weights (the verifier, lyanna)" in redraft(*arguments).stdout
-    assert json.loads(redraft(*arguments, "--json").stdout)["environment"]["model"]["caveats"]
+    engines = ("--engines", random_bundle, "--max-new-tokens", 6)
+    asked = ("generate", *engines, "--prompt", "é!")
+    assert f"beware: {label}" in redraft(*asked).stderr
+    assert f"beware: {label}" in redraft("profile", *engines, "--prompt", "abc").stderr
+    assert label in redraft("bench", *engines, "--prompts", tmp_path / "prompts.jsonl", "--methods", "ngram").stdout
+    for method in ("ngram+lyanna", "none"):
+        found = run(*asked, "--method", method)
+        assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 6}
+        assert [caveat.partition(" ")[0] for caveat in found["caveats"]] == ["random", "stand-in"]
 
 
-def test_a_recipe_without_a_drafter_builds_without_one(redraft: Redraft, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_recipe_without_a_drafter_builds_without_one(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """Its checkpoint is at --model-path; the command that rebuilds the bundle names it too."""
     recipe = write_recipe(tmp_path, vocab_size=32)
     out = tmp_path / "engines"
-    result = redraft("build", recipe, "--model-path", checkpoint, "-o", out, "--json")
-    assert json.loads(result.stdout)["drafters"] == {}, result.stderr
+    assert run("build", recipe, "--model-path", checkpoint, "-o", out)["drafters"] == {}
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["options"] == ["--model-path", str(checkpoint)]
     assert manifest["model"]["stand_in_tokenizer"] is False

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-Refused = Callable[..., str]
-Redraft = Callable[..., subprocess.CompletedProcess[str]]
+from tests.cli.conftest import Refused, Run
+from tests.little import Redraft
 
 BEGUN = {"request": 0, "prompt": [5, 6], "first": 7, "table_ms": [0, 1, 1.4, 1.9, 2.2]}
 STEP = {"request": 0, "position": 2, "source": "fresh", "tokens": [7, 8, 9, 4], "parents": [-1, 0, 0, 1],
@@ -26,10 +23,9 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path) -> None:
+def test_counts_by_source_and_tokens_by_request(run: Run, redraft: Redraft, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace", BEGUN, STEP, {**BEGUN, "request": 1}, PLAIN)
-    result = redraft("replay", trace, "--json")
-    assert json.loads(result.stdout) == {
+    assert run("replay", trace) == {
         "sources": {
             "fresh": {"steps": 1, "nodes": 3, "accepted": 1, "conditional_acceptance": [1.0, 0.0], "calibration": None},
             "none": {"steps": 1, "nodes": 0, "accepted": 0, "conditional_acceptance": [], "calibration": None},
@@ -45,15 +41,15 @@ def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path
     ]
 
 
-def test_nodes_that_the_lookup_had_are_its_own(redraft: Redraft, tmp_path: Path) -> None:
+def test_nodes_that_the_lookup_had_are_its_own(run: Run, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace", BEGUN, {**STEP, "choice": CHOICE})
-    sources = json.loads(redraft("replay", trace, "--json").stdout)["sources"]
+    sources = run("replay", trace)["sources"]
     for source, counts in (("fresh", (1, 1, 0, [1.0, 0.0])), ("lookup", (0, 2, 1, []))):
         found = sources[source]
         assert (found["steps"], found["nodes"], found["accepted"], found["conditional_acceptance"]) == counts
 
 
-def test_estimates_are_compared_with_what_was_accepted(redraft: Redraft, tmp_path: Path) -> None:
+def test_estimates_are_compared_with_what_was_accepted(run: Run, redraft: Redraft, tmp_path: Path) -> None:
     """The lookup's nodes promised e^-1 + e^-3, of which one was accepted, the drafter's e^-2. The second step's choice
     cut a tree on a device by its shares: 0.75 for its one node, which was accepted. The last step chose nothing.
     """
@@ -62,7 +58,7 @@ def test_estimates_are_compared_with_what_was_accepted(redraft: Redraft, tmp_pat
                "choice": {**CHOICE, "shares": [0.75, 0.5], "looked_up": []}}  # fmt: skip
     last = {**PLAIN, "position": 6, "tokens": [8]}
     trace = write(tmp_path / "trace", BEGUN, {**STEP, "choice": CHOICE}, by_rank, last)
-    summary = json.loads(redraft("replay", trace, "--json").stdout)
+    summary = run("replay", trace)
     lookup, fresh = (summary["sources"][name]["calibration"] for name in ("lookup", "fresh"))
     assert lookup == {
         "expected": pytest.approx(0.41767, abs=1e-5),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tests.little import Redraft
+from tests.cli.conftest import Run
 
 from redraft.train.config import RECIPES
 
@@ -21,25 +20,21 @@ def stories(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(stories: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engines(stories: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engines") / "stories260k"
-    result = redraft("build", stories, "-o", out, "--eval-text", "none")
-    assert result.returncode == 0, result.stderr
+    run("build", stories, "-o", out, "--eval-text", "none")
     return out
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
-def test_golden_text(redraft: Redraft, stories: Path, engines: Path, method: str) -> None:
-    result = redraft(
-        "generate", "--engines", engines, "--prompt", "", "--max-new-tokens", "200", "--method", method, "--json"
-    )
-    written = json.loads(result.stdout)
+def test_golden_text(run: Run, stories: Path, engines: Path, method: str) -> None:
+    written = run("generate", "--engines", engines, "--prompt", "", "--max-new-tokens", "200", "--method", method)
     assert written["usage"]["completion_tokens"] == 200
     assert written["text"].strip() == (stories / "golden_greedy.txt").read_text(encoding="utf-8").strip()
 
 
 @pytest.fixture(scope="module")
-def drafted(stories: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafted(stories: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines with a drafter that was trained briefly on the model's own stories."""
     folder = tmp_path_factory.mktemp("drafter")
     recipe = (RECIPES / "lyanna-stories260k.toml").read_text(encoding="utf-8")
@@ -49,22 +44,18 @@ def drafted(stories: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFa
         assert old in recipe
         recipe = recipe.replace(old, new)
     (folder / "brief.toml").write_text(recipe, encoding="utf-8")
-    for command in (
-        ("train", "lyanna", "--verifier", stories, "--config", folder / "brief.toml", "--out", folder / "run"),
-        ("train", "publish", folder / "run", "--out", folder / "published"),
-        ("build", stories, "-o", folder / "engines", "--drafter", folder / "published", "--eval-text", "none"),
-    ):
-        result = redraft(*command)
-        assert result.returncode == 0, result.stderr
+    run("train", "lyanna", "--verifier", stories, "--config", folder / "brief.toml", "--out", folder / "run")
+    run("train", "publish", folder / "run", "--out", folder / "drafter")
+    built = ("build", stories, "-o", folder / "engines", "--drafter", folder / "drafter", "--eval-text", "none")
+    run(*built, "--skip-check")
     return folder / "engines"
 
 
 @pytest.mark.slow
-def test_a_drafter_of_its_own_stories_writes_the_golden_text(redraft: Redraft, stories: Path, drafted: Path) -> None:
+def test_a_drafter_of_its_own_stories_writes_the_golden_text(run: Run, stories: Path, drafted: Path) -> None:
     """Even a drafter of thirty steps is sometimes right, and never changes the text."""
     budget = ("--budget", "nodes=6,depth=3,width=4")
-    result = redraft("generate", "--engines", drafted, "--prompt", "", "--max-new-tokens", "200", *budget, "--json")
-    written = json.loads(result.stdout)
+    written = run("generate", "--engines", drafted, "--prompt", "", "--max-new-tokens", "200", *budget)
     assert written["method"] == "ngram+lyanna"
     assert written["metrics"]["num_accepted_draft_tokens"] > 10
     assert written["text"].strip() == (stories / "golden_greedy.txt").read_text(encoding="utf-8").strip()

@@ -86,7 +86,7 @@ def little(tmp_path: Path) -> tuple[object, ...]:
 
 
 def parsed(bundle: Path, *refused: str) -> set[str]:
-    """Return the graphs that a real parser of TensorRT takes. Fails with its words if it refuses others than `refused`."""
+    """Return the graphs that a real parser of TensorRT takes. Fails with its words for others than `refused`."""
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("TensorRT for RTX has no package for this machine")
     command = [sys.executable, "-m", "tests.engines.tensorrt.real_parser", str(bundle)]

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.cli.conftest import Refused, Run, trained_drafter
+from tests.cli.conftest import Refused, Run
 
-from redraft.cli import main
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
 
+SCHEDULE = """
+steps = 3
+batch_tokens = 64
+seq_len = 16
+decay_seq_len = 16
+warmup_steps = 1
+optimizer = "adam"
+lr = 0.003
+held_out_every = 3
+evaluate_every = 3
+"""
+"""A training of three steps, for any method."""
+SELF_TEXT = """
+[self_text]
+rows = 4
+prompt_tokens = 4
+new_tokens = 20
+held_out_rows = 2
+"""
 STEERING = """
+[drafter]
+layers = [0, 1]
+{loss}
 [self_text]
 rows = 4
 prompt_tokens = 4
@@ -26,110 +48,112 @@ text = {text}
 temperatures = [1.0]
 """
 """Text for steered training: of the verifier itself, or plain."""
+CHOSEN = {
+    "medusa": "draft_vocabulary=20,nodes=9",
+    "multi_head": "draft_vocabulary=20,nodes=9",
+    "eagle": "precision=fp32",
+    "eagle3": "precision=fp32",
+    "steered": "steps=4",
+}
+"""Options of the build by method. EAGLE's drafter is also that of EAGLE-2."""
+SUMMARIES = {
+    "medusa": "heads, static tree of 9 nodes, 20 of 32 tokens",
+    "multi_head": "3 heads, static tree of 9 nodes, 20 of 32 tokens",
+    "eagle": "4 steps, static trees 3 wide of 12 nodes",
+    "eagle2": "",
+    "eagle3": "",
+    "steered": "2 layers, 4 steps, steering by hidden states 1, 0",
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A method's drafter.
+def train(method: str, verifier: Path, run: Run, folder: Path, recipe: str, *options: object) -> None:
+    """Train a drafter for a few steps in `folder`/run and publish it as `folder`/drafter.
 
-    options: of the build.   summary: of the bundle, and its end.   others: methods that draft with it too.
-    refused: options of builds that are refused, with a part of the line.
+    recipe: what follows the schedule.   options: of the training.
     """
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(f'method = "{method}"\n{SCHEDULE}{recipe}')
+    text = folder / "text.txt"
+    animals = ("cat", "dog", "fox", "hen", "pig", "rat") * 20
+    text.write_text("\n<|endoftext|>\n".join(f"the {word} sat on a mat, and so did {word}." * 4 for word in animals))
+    command = {"draft_model": "student"}.get(method, method)
+    data = ("--verifier", verifier, "--data", f"prose={text}", "--config", folder / "recipe.toml", "--threads", "1")
+    assert run("train", command, *data, "--out", folder / "run", *options)["steps_run"] == 3
+    run("train", "publish", folder / "run", "--out", folder / "drafter")
 
-    method: str
-    options: str = "precision=fp32"
-    summary: str = ""
-    others: tuple[str, ...] = ()
-    refused: tuple[tuple[str, str], ...] = ()
-    measured: bool = False
+
+@pytest.fixture(scope="module")
+def trained(checkpoint: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run and a drafter of each method.
+
+    The steered one begins with a student that was trained on plain text, which has no steering of its own.
+    """
+    folder = tmp_path_factory.mktemp("trained")
+    for method in ("medusa", "multi_head", "eagle", "eagle3"):
+        train(method, checkpoint, run, folder / method, SELF_TEXT)
+    plain = STEERING.format(loss="kl = 0.0\nhard = 1.0", sampled=0.0, text=1.0)
+    train("draft_model", checkpoint, run, folder / "student", plain)
+    steering, start = STEERING.format(loss="", sampled=1.0, text=0.0), ("--start", folder / "student" / "run")
+    train("steered", checkpoint, run, folder / "steered", steering, *start)
+    return folder
 
 
-CASES = (
-    Case(
-        "medusa",
-        "draft_vocabulary=20,nodes=9",
-        "heads, static tree of 9 nodes, 20 of 32 tokens",
-        ("ngram+medusa",),
-        (
-            ("steps=5", "the drafter has 4 heads, which draft no tree of 5 levels; build it with at most steps=4"),
-            ("width=11", "has accuracies of 10 candidates of a head, not of 11; build it with at most width=10"),
-            ("width=3,draft_vocabulary=2", "a node cannot have 3 children of 2 tokens; lower width, or raise"),
-        ),
-        measured=True,
-    ),
-    Case(
-        "multi_head",
-        "draft_vocabulary=20,nodes=9",
-        "3 heads, static tree of 9 nodes, 20 of 32 tokens",
-        ("ngram+multi_head",),
-        (
-            ("steps=4", "the drafter has 3 heads, which draft no tree of 4 levels; build it with at most steps=3"),
-            ("method=medusa", "is a drafter of multi_head: "),
-        ),
-        measured=True,
-    ),
-    Case("eagle", summary="4 steps, static trees 3 wide of 12 nodes", others=("eagle2", "ngram+eagle2")),
-    Case("eagle3"),
-    Case("griffin"),
+@pytest.fixture(scope="module")
+def built(checkpoint: Path, trained: Path, run: Run) -> dict[str, Any]:
+    """The build of one bundle with all drafters."""
+    drafters = [f"{trained / method / 'drafter'},{options}" for method, options in CHOSEN.items()]
+    drafters.append(f"eagle2={trained / 'eagle' / 'drafter'},method=eagle2,precision=fp32")
+    options = [word for drafter in drafters for word in ("--drafter", drafter)]
+    return run("build", checkpoint, "-o", trained / "engines", "--skip-check", "--eval-text", "none", *options)
+
+
+def test_drafters_are_built_with_their_options(built: dict[str, Any]) -> None:
+    assert {drafter: found["method"] for drafter, found in built["drafters"].items()} == {id: id for id in SUMMARIES}
+    for drafter, summary in SUMMARIES.items():
+        assert built["drafters"][drafter]["summary"].endswith(summary)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_texts_are_the_verifiers(built: dict[str, Any], device: str | None) -> None:
+    """Greedy and sampled, on the host and over step graphs."""
+    budget = None if device is None else Budget(6, 3, 2)
+    methods = [*SUMMARIES, "ngram+medusa", "ngram+eagle2", "ngram+steered"]
+    with Runtime.open(built["bundle"], threads=1, device=device, verify=False) as runtime:
+        ways = [SpeculationParams(method, budget=budget) for method in methods]
+        for temperature in (0, 1):
+            params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, ignore_eos=True)
+            plain, *drafted = runtime.generate(["abc"] * (1 + len(ways)), params, [SpeculationParams("none"), *ways])
+            assert {text.token_ids for text in drafted} == {plain.token_ids}
+            for method, text in zip(methods, drafted, strict=True):
+                assert text.metrics.num_spec_steps > 0, method
+                fewest = 0 if "steered" in method or device is None else 20  # a steered student's drafts end early
+                assert text.metrics.num_draft_tokens > fewest, method
+
+
+@pytest.mark.parametrize("method", ["medusa", "multi_head"])
+def test_published_accuracies_are_those_of_the_last_evaluation(trained: Path, method: str) -> None:
+    measured = json.loads((trained / method / "run" / "progress.jsonl").read_text().splitlines()[-1])
+    config = json.loads((trained / method / "drafter" / "config.json").read_text())["config"]
+    assert config["rank_accuracies"] == measured["rank_accuracies"]
+    assert {len(shares) for shares in config["rank_accuracies"]} == {10}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "status", "message"),
+    [
+        ("medusa", "steps=5", 1, "has 4 heads, which draft no tree of 5 levels; build it with at most steps=4"),
+        ("medusa", "width=11", 1, "has accuracies of 10 candidates of a head, not of 11; build it with at most width"),
+        ("medusa", "width=3,draft_vocabulary=2", 2, "a node cannot have 3 children of 2 tokens; lower width, or"),
+        ("multi_head", "steps=4", 1, "has 3 heads, which draft no tree of 4 levels; build it with at most steps=3"),
+        ("multi_head", "method=medusa", 1, "is a drafter of multi_head: "),
+        ("student", "method=steered", 1, "is a drafter of draft_model: it has no steering; train it on with `redraft"),
+    ],
 )
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.method)
-def test_a_drafter_from_training_to_text(
-    case: Case, checkpoint: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_options_that_do_not_fit_a_drafter(
+    checkpoint: Path, trained: Path, refused: Refused, method: str, options: str, status: int, message: str
 ) -> None:
-    """Texts are the verifier's, greedy and sampled, on the host and over step graphs."""
-    drafter, engines = trained_drafter(case.method, checkpoint, run, tmp_path), tmp_path / "engines"
-    if case.measured:
-        measured = json.loads((tmp_path / "run" / "progress.jsonl").read_text().splitlines()[-1])
-        config = json.loads((drafter / "config.json").read_text())["config"]
-        assert config["rank_accuracies"] == measured["rank_accuracies"]
-        assert {len(shares) for shares in config["rank_accuracies"]} == {10}
-    build = ("build", checkpoint, "-o", engines, "--skip-check", "--eval-text", "none")
-    for options, line in case.refused:
-        assert main.run([*map(str, build), "--drafter", f"{drafter},{options}"]) in (1, 2)
-        errors = capsys.readouterr().err
-        assert line in errors
-        assert "tracing" not in errors
-    chosen = ["--drafter", f"{drafter},{case.options}"]
-    if "eagle2" in case.others:  # two methods use one drafter in one bundle
-        chosen += ["--drafter", f"eagle2={drafter},method=eagle2,precision=fp32"]
-    built = run(*build, *chosen)["drafters"]
-    assert built[case.method]["method"] == case.method
-    assert built[case.method]["summary"].endswith(case.summary)
-    check_texts(engines, run, case.method, *case.others)
-
-
-def check_texts(engines: Path, run: Run, *methods: str) -> None:
-    """Compare texts by every method, and on another device by the first one, with plain decoding's."""
-    for temperature in (0, 1):
-        sampled = ("--temperature", temperature, "--seed", 3, "--max-new-tokens", 24, "--ignore-eos", "--threads", "1")
-        command = ("generate", "--engines", engines, "--prompt", "abc", "--no-verify", *sampled, "--method")
-        texts = [run(*command, method) for method in (*methods, "none")]
-        texts.append(run(*command, methods[0], "--device", "cpu", "--budget", "nodes=6,depth=3,width=2"))
-        assert len({str(text["token_ids"]) for text in texts}) == 1
-        assert texts[0]["metrics"]["num_spec_steps"] > 0
-        fewest = 0 if methods[0] == "steered" else 20  # a steered student's drafts end early
-        assert texts[-1]["metrics"]["num_draft_tokens"] > fewest
-
-
-def test_a_steered_drafter_from_training_to_text(
-    checkpoint: Path, run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """It begins with a student that was trained on plain text, which has no steering of its own."""
-    layers = "\n[drafter]\nlayers = [0, 1]\n"
-    plain = f"{layers}kl = 0.0\nhard = 1.0\n{STEERING.format(sampled=0.0, text=1.0)}"
-    student = trained_drafter("student", checkpoint, run, tmp_path / "plain", f'method = "draft_model"\n{plain}')
-    steering = f'method = "steered"\n{layers}{STEERING.format(sampled=1.0, text=0.0)}'
-    start = ("--start", tmp_path / "plain" / "run")
-    drafter, engines = trained_drafter("steered", checkpoint, run, tmp_path / "it", steering, *start), tmp_path / "out"
-    build = ("build", checkpoint, "-o", engines, "--skip-check", "--eval-text", "none", "--drafter")
-    assert main.run([*map(str, build), f"{student},method=steered"]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "is a drafter of draft_model: it has no steering; train it on with `redraft train steered" in line
-    built = run(*build, f"{drafter},steps=4")["drafters"]
-    assert built["steered"]["summary"] == "2 layers, 4 steps, steering by hidden states 1, 0"
-    check_texts(engines, run, "steered", "ngram+steered")
+    chosen = ("--drafter", f"{trained / method / 'drafter'},{options}")
+    assert message in refused("build", checkpoint, "-o", trained / "out", *chosen, status=status)
 
 
 def test_drafters_that_do_not_fit(checkpoint: Path, refused: Refused, tmp_path: Path) -> None:
