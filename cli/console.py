@@ -54,7 +54,7 @@ def print_table(rows: Sequence[Sequence[str]], title: str) -> None:
 def progress(quiet: bool = False) -> Iterator[Reporter]:
     """Report stages to the standard error: one live line on a terminal, a line a stage otherwise."""
     if quiet:
-        yield _ignore
+        yield lambda message: None
     elif sys.stderr.isatty():
         from rich.console import Console
 
@@ -68,10 +68,6 @@ def print_caveats(caveats: Iterable[str]) -> None:
     """Print caveats to the standard error, one line each."""
     for caveat in caveats:
         print(f"beware: {caveat}", file=sys.stderr)
-
-
-def _ignore(message: str) -> None:
-    """Drop a message."""
 
 
 class _Lines:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -13,6 +13,7 @@ from redraft.errors import UsageError
 if TYPE_CHECKING:
     from redraft.types import Budget
 
+T = TypeVar("T")
 BUDGET_FORM = "nodes=12,depth=4,width=4"
 
 Engines = Annotated[Path, typer.Option("--engines", help="An engine bundle, as `redraft build` writes.")]
@@ -75,31 +76,30 @@ DrafterOptions = Annotated[
 
 def parse_budget(text: str | None, *methods: str | None) -> Budget | None:
     """Parse a budget like `nodes=12,depth=4,width=4`. Raises UsageError for other text, or if no method drafts."""
-    if text is None:
-        return None
-    _check_drafting("--budget", methods)
     from redraft.bench.command import budget
 
-    try:
-        return budget(text)
-    except ValueError:
-        problem = f"--budget {text!r}: expected nodes, depth and width, whole numbers from 0"
-        raise UsageError(problem, f"for example {BUDGET_FORM}") from None
+    expected = "nodes, depth and width, whole numbers from 0"
+    return _parse("--budget", text, methods, budget, expected, f"for example {BUDGET_FORM}")
 
 
 def parse_acceptance(text: str | None, *methods: str | None) -> tuple[float, ...] | None:
     """Parse probabilities by depth like `0.9,0.8,0.7`. Raises UsageError for other text, or if no method drafts."""
-    if text is None:
-        return None
-    _check_drafting("--synthetic-acceptance", methods)
     from redraft.bench.command import rates
 
+    return _parse("--synthetic-acceptance", text, methods, rates, "probabilities by depth", "such as 0.9,0.8")
+
+
+def _parse(
+    option: str, text: str | None, methods: Sequence[str | None], parser: Callable[[str], T], expected: str, hint: str
+) -> T | None:
+    if text is None:
+        return None
+    if methods and set(methods) <= {"none", "inexact"}:
+        raise UsageError(f"plain decoding drafts nothing: {option} would do nothing", "leave it out, or name a method")
     try:
-        return rates(text)
+        return parser(text)
     except ValueError:
-        raise UsageError(
-            f"--synthetic-acceptance {text!r}: expected probabilities by depth", "such as 0.9,0.8"
-        ) from None
+        raise UsageError(f"{option} {text!r}: expected {expected}", hint) from None
 
 
 def parse_drafter_options(texts: Sequence[str] | None) -> dict[str, dict[str, int | float | str]]:
@@ -124,9 +124,3 @@ def _number(text: str) -> int | float | str:
         except ValueError:
             continue
     return text
-
-
-def _check_drafting(option: str, methods: Sequence[str | None]) -> None:
-    """Raise UsageError if every method is plain decoding, which ignores `option`."""
-    if methods and set(methods) <= {"none", "inexact"}:
-        raise UsageError(f"plain decoding drafts nothing: {option} would do nothing", "leave it out, or name a method")

@@ -23,7 +23,7 @@ from redraft.errors import UsageError
 if TYPE_CHECKING:
     from redraft.bench.roofline import Roofline
     from redraft.bench.stages import StageProfile
-    from redraft.runtime import Generation
+    from redraft.runtime import Generation, Runtime
     from redraft.runtime.profiling import RangeListener
 
 WARM_UPS_ON_DEVICE = 2
@@ -143,20 +143,22 @@ def recorded(asked: ProfileRun, out: Path | None, report: Reporter) -> dict[str,
     report("decoding")
     recording = Recording()
     with ExitStack() as stack:
-        run = decode(asked, stack, recording)
+        runtime, generation = decode(asked, stack, recording)
+        method, device = asked.method or runtime.default_method, runtime.verifier.device.name
+        caveats = list(runtime.caveats)
     profile = summed(recording.ranges)
-    machine = {**environment(asked.threads or usable_threads()), "device": run.device}
+    machine = {**environment(asked.threads or usable_threads()), "device": device}
     if out is not None:
         with writable(out, "--out") as file:
-            recording.write(file, {"method": run.method, "engines": asked.engines.name, "environment": machine})
+            recording.write(file, {"method": method, "engines": asked.engines.name, "environment": machine})
     return {
-        "method": run.method,
-        "device": run.device,
+        "method": method,
+        "device": device,
         "source": "clock",
-        "caveats": list(run.caveats),
+        "caveats": caveats,
         "profile": profile,
-        "metrics": run.generation.metrics.to_json(),
-        "tokens": {"prompt": run.generation.prompt_tokens, "new": len(run.generation.token_ids)},
+        "metrics": generation.metrics.to_json(),
+        "tokens": {"prompt": generation.prompt_tokens, "new": len(generation.token_ids)},
         "environment": machine,
         "trace": out,
     }
@@ -171,18 +173,13 @@ def check_writable(out: Path) -> None:
         out.unlink()
 
 
-@dataclass(frozen=True)
-class DecodedRun:
-    """A decoded prompt. device: `host` if the runtime computes between engine calls."""
+def decode(
+    asked: ProfileRun, stack: ExitStack, watcher: RangeListener, around: str | None = None
+) -> tuple[Runtime, Generation]:
+    """Decode the prompt to warm up, twice on a device, then inside of a range `around` while `watcher` records it.
 
-    generation: Generation
-    method: str
-    device: str
-    caveats: tuple[str, ...]
-
-
-def decode(asked: ProfileRun, stack: ExitStack, watcher: RangeListener, around: str | None = None) -> DecodedRun:
-    """Decode the prompt to warm up, twice on a device, then inside of a range `around` while `watcher` records it."""
+    The runtime is open until `stack` ends.
+    """
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams
 
@@ -191,12 +188,12 @@ def decode(asked: ProfileRun, stack: ExitStack, watcher: RangeListener, around: 
     )
     ids, params = encode(runtime, asked.text, chat=False), SamplingParams(max_tokens=asked.max_new_tokens)
     speculation = SpeculationParams(asked.method, budget=parse_budget(asked.budget))
-    ranges, device = runtime.verifier.ranges, runtime.verifier.device
-    for _ in range(WARM_UPS_ON_DEVICE if device.step_graphs else 1):
+    ranges = runtime.verifier.ranges
+    for _ in range(WARM_UPS_ON_DEVICE if runtime.verifier.device.step_graphs else 1):
         runtime.generate([ids], params, speculation)
     with ranges.listening(watcher), ranges.stage(around) if around else ExitStack():
         generation = runtime.generate([ids], params, speculation)[0]
-    return DecodedRun(generation, asked.method or runtime.default_method, device.name, runtime.caveats)
+    return runtime, generation
 
 
 def as_object(values: dict[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def test_on_a_device_nothing_is_captured_while_it_is_recorded(
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
     asked = ProfileRun(bundle, "abc abc abc", method, 12, "nodes=3,depth=3,width=1", 1, "cuda")
     with ExitStack() as stack:
-        assert decode(asked, stack, watch).device == "cuda"
+        assert decode(asked, stack, watch)[0].verifier.device.name == "cuda"
     assert watch.seen
     assert len(captures) > 1
     assert not any(captures)
