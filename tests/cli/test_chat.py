@@ -25,9 +25,9 @@ def runtime(bundle: Path) -> Iterator[Runtime]:
         yield opened
 
 
-def talk(redraft: Redraft, bundle: Path, *lines: str) -> tuple[list[str], list[str]]:
+def talk(redraft: Redraft, bundle: Path, *lines: bytes) -> tuple[list[str], list[str]]:
     """Return the lines of the standard output and of the standard error."""
-    done = redraft("chat", bundle, *LIMIT, input="\n".join(lines))
+    done = redraft("chat", bundle, *LIMIT, input=b"\n".join(lines))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr.splitlines()
 
@@ -39,14 +39,13 @@ def test_answers_follow_the_whole_conversation(redraft: Redraft, bundle: Path, r
         expected.append(runtime.generate([ids], SamplingParams(max_tokens=6), "none")[0].text)
         conversation.answer(expected[-1])
     assert expected[0] != expected[1]
-    out, _ = talk(redraft, bundle, "the cat", "", "the dog")
+    out, _ = talk(redraft, bundle, b"the cat", b"", b"the dog")
     assert "\n".join(out) == "\n".join(expected)
 
 
 def test_commands(redraft: Redraft, bundle: Path) -> None:
-    out, err = talk(
-        redraft, bundle, "/stats", "/method none", "the cat", "/stats", "/method x", "/what", "/new", "/quit", "the dog"
-    )
+    lines = "/stats\n/method none\nthe cat\n/stats\n/method x\n/what\n/new\n/quit\nthe dog"
+    out, err = talk(redraft, bundle, lines.encode())
     assert out[0].startswith("  drafts with none; of none, ngram")
     assert "  of 6 tokens: 6 by the model itself" in out
     assert not any("answers" in line for line in out)
@@ -56,18 +55,14 @@ def test_commands(redraft: Redraft, bundle: Path) -> None:
     assert len(out) == 5  # nothing answers what follows /quit
 
 
-def test_a_message_that_is_not_utf_8(redraft: Redraft, bundle: Path) -> None:
-    done = redraft("chat", bundle, *LIMIT, input=b"\xff\nthe cat")
-    assert done.stderr == "redraft: the prompt is not UTF-8 (character 0); convert it first\n"
-    assert done.stdout.splitlines() == talk(redraft, bundle, "the cat")[0]
-
-
-def test_a_full_context_does_not_end_the_conversation(redraft: Redraft, bundle: Path) -> None:
-    out, err = talk(redraft, bundle, "the cat " * 60, "the cat")
-    assert len(err) == 1
-    assert "tokens and the context holds 64" in err[0]
-    assert err[0].endswith("/new starts over")
-    assert out == talk(redraft, bundle, "the cat")[0]  # the long message is not part of the conversation
+def test_messages_that_have_no_answer_do_not_end_the_conversation(redraft: Redraft, bundle: Path) -> None:
+    """One that is not UTF-8 and one past the context; neither is part of the conversation."""
+    out, err = talk(redraft, bundle, b"\xff", b"the cat " * 60, b"the cat")
+    assert err[0] == "redraft: the prompt is not UTF-8 (character 0); convert it first"
+    assert "tokens and the context holds 64" in err[1]
+    assert err[1].endswith("/new starts over")
+    assert len(err) == 2
+    assert out == talk(redraft, bundle, b"the cat")[0]
 
 
 def test_refusals(refused: Refused, bundle: Path, with_template: Any, tmp_path: Path) -> None:

@@ -15,20 +15,14 @@ from redraft.errors import BundleError
 from redraft.runtime import api
 
 
-def test_no_command_shows_help_and_fails(redraft: Redraft) -> None:
+def test_help_version_and_an_unknown_command(redraft: Redraft) -> None:
+    assert redraft("--version").stdout.startswith("redraft 0.")
     result = redraft()
     assert result.returncode == 2
     assert "Usage: redraft" in result.stdout + result.stderr
-
-
-def test_unknown_command(redraft: Redraft) -> None:
     result = redraft("conjure")
     assert result.returncode == 2
     assert result.stderr.startswith("redraft: error: No such command 'conjure'")
-
-
-def test_version(redraft: Redraft) -> None:
-    assert redraft("--version").stdout.startswith("redraft 0.")
 
 
 def test_defect_is_one_line_and_its_traceback_comes_on_request(
