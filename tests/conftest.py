@@ -154,6 +154,7 @@ def redraft(cache_of_tests: Path) -> Redraft:
             patch.setenv("COLUMNS", "200")
             patch.delenv("REDRAFT_DEBUG", raising=False)
             patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+            patch.setattr("sys.argv", ["-c", *arguments])
             patch.setattr("sys.stdin", TextIOWrapper(given, "utf-8"))
             stack.enter_context(chdir(cwd or Path.cwd()))
             stack.enter_context(redirect_stdout(out))
