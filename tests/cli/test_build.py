@@ -7,10 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,22 +138,24 @@ def test_second_build_at_once_is_refused(refused: Refused, checkpoint: Path, tmp
         assert f"process {os.getpid()}" in refused("build", checkpoint, "-o", out, status=1)
 
 
-@pytest.mark.slow
-def test_interrupted_build_leaves_the_earlier_bundle(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+def test_interrupted_build_leaves_the_earlier_bundle(
+    redraft: Redraft, checkpoint: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = Path(shutil.copytree(bundle, tmp_path / "little"))
     before = digest_tree(out)
-    program = [sys.executable, "-c", "from redraft.cli.main import main; main()"]
-    command = [*program, "build", checkpoint, "-o", out, "--force", "--max-model-len", "32", "--eval-text", "none"]
-    # A job started in the background of a script ignores SIGINT, and so would its children.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
-    while not any(path.name.startswith(".little.building") for path in tmp_path.iterdir()):
-        assert process.poll() is None, "the build ended before it could be interrupted"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors.splitlines()[-1] == "redraft: error: interrupted"
+
+    def interrupt(*arguments: object) -> None:
+        assert any(path.name.startswith(".little.building") for path in tmp_path.iterdir())
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("redraft.assembly.tokenizers.write_text_files", interrupt)
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        done = redraft("build", checkpoint, "-o", out, "--force", "--max-model-len", "32", "--eval-text", "none")
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1] == "redraft: error: interrupted"
     assert digest_tree(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["little"]
 
