@@ -56,30 +56,30 @@ def test_bundle_holds_graphs_tokenizer_template_and_digests(bundle: Path) -> Non
     assert len(manifest["model"]["weights"]) > 1
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_quantized_build_reports_perplexity_next_to_fp32(
-    redraft: Redraft, run: Run, checkpoint: Path, tmp_path: Path, precision: str
+def test_quantized_builds_report_perplexity_next_to_fp32(
+    redraft: Redraft, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat. the dog did not. " * 5)
-    out = tmp_path / "engines"
-    text = f"words={tmp_path / 'text.txt'}"
-    summary = run("build", checkpoint, "-o", out, "--precision", precision, "--eval-text", text)
-    exact = summary["perplexity_fp32"]["words"]
-    assert summary["precision"] == precision
-    files = [path for path in out.rglob("*") if path.is_file() and path.name != "manifest.json"]
-    assert summary["own_bytes"] == summary["bytes"] == sum(path.stat().st_size for path in files)
+    text = ("--eval-text", f"words={tmp_path / 'text.txt'}")
+    found = run("build", checkpoint, "-o", tmp_path / "out", "--precision", "int8,int4", "--skip-check", *text)
     rows, norms, vocabulary = 64 + 32 + 2 * 64 + 32, 5 * 32, 2 * 32 * 32
     weights, sums = 2 * (64 * 32 + 32 * 32 + 3 * 64 * 32), 2 * rows * 32
-    counts = {"4 bits": weights + sums, "8 bits": vocabulary, "fp32": norms}
-    if precision == "int8":
-        counts = {"8 bits": weights + vocabulary, "fp32": norms}
-    whole = sum(counts.values())
-    assert summary["weight_shares"] == pytest.approx({kind: count / whole for kind, count in counts.items()})
-    shown = redraft("inspect", out).stdout
-    assert f"{summary['bytes'] / 1e6:.1f} MB, every digest held at the last full check" in shown
-    assert f"{100 * counts['fp32'] / whole:.1f} % in fp32" in shown
-    assert summary["perplexity"]["words"] != exact
-    assert summary["perplexity"]["words"] == pytest.approx(exact, rel=0.2)
+    counts = {
+        "int8": {"8 bits": weights + vocabulary, "fp32": norms},
+        "int4": {"4 bits": weights + sums, "8 bits": vocabulary, "fp32": norms},
+    }
+    for summary, (precision, expected) in zip(found["bundles"], counts.items(), strict=True):
+        exact, out = summary["perplexity_fp32"]["words"], tmp_path / f"out-{precision}"
+        assert (summary["precision"], summary["bundle"]) == (precision, str(out))
+        files = [path for path in out.rglob("*") if path.is_file() and path.name != "manifest.json"]
+        assert summary["bytes"] == sum(path.stat().st_size for path in files)
+        whole = sum(expected.values())
+        assert summary["weight_shares"] == pytest.approx({kind: count / whole for kind, count in expected.items()})
+        shown = redraft("inspect", out).stdout
+        assert f"{summary['bytes'] / 1e6:.1f} MB, every digest held at the last full check" in shown
+        assert f"{100 * norms / whole:.1f} % in fp32" in shown
+        assert summary["perplexity"]["words"] != exact
+        assert summary["perplexity"]["words"] == pytest.approx(exact, rel=0.2)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
