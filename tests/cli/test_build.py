@@ -76,7 +76,8 @@ def test_quantized_builds_report_perplexity_next_to_fp32(
         whole = sum(expected.values())
         assert summary["weight_shares"] == pytest.approx({kind: count / whole for kind, count in expected.items()})
         shown = redraft("inspect", out).stdout
-        assert f"{summary['bytes'] / 1e6:.1f} MB, every digest held at the last full check" in shown
+        assert f"{summary['bytes'] / 1e6:.1f} MB" in shown
+        assert "every digest held at the last full check" in shown
         assert f"{100 * norms / whole:.1f} % in fp32" in shown
         assert summary["perplexity"]["words"] != exact
         assert summary["perplexity"]["words"] == pytest.approx(exact, rel=0.2)
