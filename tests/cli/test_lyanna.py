@@ -19,7 +19,6 @@ from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.errors import BundleError
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.runtime import Runtime, SamplingParams
 
 STEPS = 3
 OPTIONS = "token_info=int8,nodes=31"
@@ -231,17 +230,3 @@ def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, 
     recipe.write_text(f'source = "{checkpoint}"\n[build.drafters.a]\nsource = "x"\nmethod = "lyanna"\ndepth = 3\n')
     line = refused("build", recipe, "-o", tmp_path / "out", status=2)
     assert "build.drafters.a: unknown key depth; known keys are draft_vocabulary" in line
-
-
-def test_two_drafters_of_one_method_in_one_bundle(run: Run, checkpoint: Path, drafter: Path, tmp_path: Path) -> None:
-    """Each has its own files, tables and name, and both write the plain text."""
-    out = tmp_path / "engines"
-    chosen = ("--drafter", f"short={drafter},steps=1", "--drafter", f"long={drafter}")
-    built = run("build", checkpoint, "-o", out, *chosen, "--eval-text", "none", "--skip-check")
-    assert list(built["drafters"]) == ["short", "long"]
-    assert {path.name for path in out.glob("*.resample.onnx")} == {"long.resample.onnx"}
-    methods = ["none", "short", "long", "ngram+short", "ngram+long"]
-    with Runtime.open(out, threads=1, verify=False) as runtime:
-        params = SamplingParams(max_tokens=20, ignore_eos=True)
-        found = runtime.generate(["the cat"] * len(methods), params, methods)
-    assert len({text.token_ids for text in found}) == 1
