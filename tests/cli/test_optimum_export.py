@@ -6,9 +6,9 @@ import inspect
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from redraft.cli import optimum_export
 from redraft.cli.build import build
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-HERE = Path(sysconfig.get_path("purelib"))
+HERE = Path(str(metadata.distribution("optimum").locate_file("")))
 
 
 @pytest.fixture(scope="module")
