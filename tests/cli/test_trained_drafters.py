@@ -121,9 +121,10 @@ def test_texts_are_the_verifiers(built: dict[str, Any], device: str | None) -> N
             plain, *drafted = runtime.generate(["abc"] * (1 + len(ways)), params, [SpeculationParams("none"), *ways])
             assert {text.token_ids for text in drafted} == {plain.token_ids}
             for method, text in zip(methods, drafted, strict=True):
-                assert text.metrics.num_spec_steps > 0, method
-                fewest = 20 if device and method in ("medusa", "eagle") else 0  # others draft less
-                assert text.metrics.num_draft_tokens > fewest, method
+                if device is None:  # costs decide how much is drafted
+                    assert text.metrics.num_spec_steps > 0, method
+                else:
+                    assert text.metrics.num_draft_tokens > (20 if method in ("medusa", "eagle") else 0), method
 
 
 def test_published_accuracies_are_those_of_the_last_evaluation(trained: Path) -> None:
