@@ -201,7 +201,7 @@ def test_a_person_sees_a_table_and_each_fault(
     engines: Path, prompts: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--engines", engines, "--prompts", prompts, *QUICK, "--method", "lyanna", "--acceptance", "rejection")
-    command = ("check", "lossless", *options, "--draws", "1000")
+    command = ("check", "lossless", *options, "--draws", "2000")
     done = redraft(*command)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
