@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,11 @@ def run(main: Callable[[], dict[str, Any]]) -> None:
 def as_json(result: dict[str, Any]) -> str:
     """Return a result as indented JSON. Raises ValueError for infinities and NaN."""
     return json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text, the header first, as a table of Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ INEXACT is plain decoding by a second runtime, opened with `exact=False`. It mea
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from redraft.bench.prompts import BenchPrompt
-from redraft.bench.statistics import Timing, loops
+from redraft.bench.statistics import Speedup, Timing, loops, speedup
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation, ConversationTooLong
@@ -27,6 +28,8 @@ STAGES = ("draft", "resample", "verify", "host")
 """Stages of a step in `Metrics.stage_ms`; `host` is the rest."""
 Progress = Callable[[str], None]
 """Receives one line of progress."""
+Trace = tuple[list[str], list[int]]
+"""The lines of a trace, none for one token, and the tokens of prompt and output."""
 T = TypeVar("T")
 
 
@@ -198,10 +201,36 @@ def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings:
     return runtime.generate([prompt], settings.params, speculation(method, settings), forced)[0]
 
 
+def trace(runtime: Runtime, token_ids: Sequence[int], params: SamplingParams, how: SpeculationParams) -> Trace:
+    """Decode once, and return the trace."""
+    file = io.StringIO()
+    (generation,) = runtime.generate([token_ids], params, how, trace=file)
+    return file.getvalue().splitlines(), [*token_ids, *generation.token_ids]
+
+
 def timing(generation: Generation) -> Timing:
     """Return the tokens after the first, and the wall time of the steps that made them."""
     tokens, rate = len(generation.token_ids) - 1, generation.metrics.decode_tokens_per_second
     return Timing(tokens, tokens / rate if rate else 0.0)
+
+
+def times_as_fast(runs: Sequence[Run], ways: Sequence[str], base: Sequence[str] = (PLAIN,)) -> Speedup:
+    """Return how many times as fast some ways together are as others.
+
+    Turns of a conversation depend on each other, so the interval is over conversations.
+    """
+    others, own = ([Totals.of(run.generations[way] for way in some).timing for run in runs] for some in (base, ways))
+    return speedup(others, own, [run.prompt for run in runs])
+
+
+def totals_of(runs: Sequence[Run], way: str) -> Totals:
+    """Return the sums of one way over runs."""
+    return Totals.of(run.generations[way] for run in runs)
+
+
+def by_kind(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each kind of prompt."""
+    return {kind: [run for run in runs if run.prompt.kind == kind] for kind in sorted({r.prompt.kind for r in runs})}
 
 
 def speculation(method: str, settings: Settings) -> SpeculationParams:

@@ -6,12 +6,12 @@ adaptive controller has no first length and decodes once. The baseline is `fixed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from redraft.bench.compare import PLAIN, Run, Totals, timing
-from redraft.bench.statistics import Timing, first_difference, interval_text, rate_text, ratio_text, speedup
+from redraft.bench.compare import PLAIN, Run, Totals, by_kind, times_as_fast, totals_of
+from redraft.bench.statistics import interval_text, rate_text, ratio_text
 from redraft.errors import UsageError
 from redraft.runtime import Budget, SpeculationParams
 from redraft.runtime.controllers import ADAPTIVE, FIXED, parse_controller
@@ -50,40 +50,42 @@ def figures(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
     Outputs that are too short to time take no part, nor do those that end in a loop, which speculation predicts.
     """
     timed = [run for run in runs if run.timed and not run.loops]
-    counts = {"outputs": len(runs), "timed": len(timed), "differing_outputs": _differing(runs)}
+    pairs = [(run.generations[PLAIN], one) for run in runs for one in run.generations.values()]
+    differing = sum(plain.token_ids != one.token_ids for plain, one in pairs)
+    counts = {"outputs": len(runs), "timed": len(timed), "differing_outputs": differing}
     if not timed:
         return {**counts, "controllers": {}, "kinds": {}, "equations": []}
-    kinds = sorted({run.prompt.kind for run in timed})
+    plain = totals_of(timed, PLAIN)
     return {
         **counts,
-        "plain_tokens_per_second": _totals(timed, PLAIN).rate,
+        "plain_tokens_per_second": plain.rate,
         "controllers": _controllers(timed, ways),
-        "kinds": {kind: _controllers([run for run in timed if run.prompt.kind == kind], ways) for kind in kinds},
-        "equations": equations(
-            _totals(timed, PLAIN), {length: _totals(timed, way) for length, way in ways[FIXED].items()}
-        ),
+        "kinds": {kind: _controllers(some, ways) for kind, some in by_kind(timed).items()},
+        "equations": equations(plain, {length: totals_of(timed, way) for length, way in ways[FIXED].items()}),
     }
 
 
 def _controllers(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
     """Return the figures of each controller: Table 2, the first lengths, and paired ratios."""
-    totals = {name: {length: _totals(runs, way) for length, way in each.items()} for name, each in ways.items()}
-    fixed = fmean(one.rate for one in totals[FIXED].values())
-    best = max(totals[FIXED], key=lambda length: totals[FIXED][length].rate)
+    fixed_ways = ways[FIXED]
+    fixed_rates = {length: totals_of(runs, way).rate for length, way in fixed_ways.items()}
+    fixed, best = fmean(fixed_rates.values()), max(fixed_rates, key=lambda length: fixed_rates[length])
     controllers = {}
-    for name, by_length in totals.items():
-        own = list(ways[name].values())
-        rates = [one.rate for one in by_length.values()]
-        lengths = {str(length): _of_a_length(one) for length, one in by_length.items()}
-        over_plain = _ratio(runs, own, [PLAIN])
+    for name, own in ways.items():
+        lengths = {str(length): _of_a_length(totals_of(runs, way)) for length, way in own.items()}
+        rates = [one["tokens_per_second"] for one in lengths.values()]
+        over_plain, over_fixed, over_best = (
+            times_as_fast(runs, [*own.values()], base)._asdict()
+            for base in ([PLAIN], [*fixed_ways.values()], [fixed_ways[best]])
+        )
         controllers[name] = {
             "tokens_per_second": over_plain["rate"],
             "mean_rate": fmean(rates) / fixed,
             "deviation": pstdev(rates) / fixed,
-            "over_fixed": _ratio(runs, own, ways[FIXED].values()),
+            "over_fixed": over_fixed,
             "over_plain": over_plain,
             "best_fixed_length": best,
-            "over_best_fixed": _ratio(runs, own, [ways[FIXED][best]]),
+            "over_best_fixed": over_best,
             "lengths": lengths,
             **{
                 key: fmean(one[key] for one in lengths.values())
@@ -102,17 +104,6 @@ def _of_a_length(totals: Totals) -> dict[str, float]:
         "mean_acceptance_length": totals.tau,
         "steps": totals.steps,
     }
-
-
-def _ratio(runs: Sequence[Run], ways: Iterable[str], base: Iterable[str]) -> dict[str, Any]:
-    """Return how many times as fast some ways are as others together, with its interval over prompts."""
-    own, others = ([_together(run, some) for run in runs] for some in (list(ways), list(base)))
-    return speedup(others, own, [run.prompt for run in runs]).to_json()
-
-
-def _together(run: Run, ways: Sequence[str]) -> Timing:
-    each = [timing(run.generations[way]) for way in ways]
-    return Timing(sum(one.tokens for one in each), sum(one.seconds for one in each))
 
 
 def equations(plain: Totals, fixed: Mapping[int, Totals]) -> list[dict[str, float]]:
@@ -182,16 +173,3 @@ def _row(name: str, one: Mapping[str, Any]) -> list[str]:
 def _ratio_text(ratio: Mapping[str, Any]) -> str:
     interval = ratio["interval"]
     return ratio_text(ratio["rate"], ratio["base_rate"]) + (f" ({interval_text(interval)})" if interval else "")
-
-
-def _differing(runs: Sequence[Run]) -> int:
-    """Return how many outputs differ from the plain ones."""
-    return sum(
-        first_difference(run.generations[PLAIN].token_ids, one.token_ids) is not None
-        for run in runs
-        for one in run.generations.values()
-    )
-
-
-def _totals(runs: Sequence[Run], way: str) -> Totals:
-    return Totals.of(run.generations[way] for run in runs)

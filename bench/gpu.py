@@ -45,7 +45,7 @@ from redraft.engines.gpu import cuda_version, find_gpu
 from redraft.engines.manifest import Manifest
 from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.packages import gpu_requirement, package_version
-from redraft.runtime import Budget, Generation, Runtime, SamplingParams
+from redraft.runtime import Budget, Runtime, SamplingParams
 from redraft.runtime.drafters import method_words
 
 WHOLE = Budget(12, 12, 12)
@@ -106,7 +106,12 @@ def measure(options: argparse.Namespace, sections: Sections) -> None:
     params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
     with Runtime.open(options.engines, device=options.device, verify=False) as runtime:
         measure_speed(runtime, bundle, Load(prompts, params, size, options.synthetic_acceptance), sections)
-        texts = device_texts(runtime, manifest, prompts, params, size)  # last: a loaded drafter works in every step
+        methods = [] if manifest.model.random_weights else [PLAIN, *method_words(manifest.drafters)[1:]]
+        settings = Settings(params, size)
+        texts = {  # last: a loaded drafter works in every step
+            method: [decode(runtime, prompt.text, method, settings).token_ids for prompt in prompts]
+            for method in methods
+        }
     try:
         tokens = compared(bundle, options.reference, prompts, texts, params)
     except UsageError as error:
@@ -132,17 +137,6 @@ def check_reference(manifest: Manifest, reference: Manifest) -> None:
         )
 
 
-def device_texts(
-    runtime: Runtime, manifest: Manifest, prompts: Sequence[BenchPrompt], params: SamplingParams, size: Budget
-) -> Texts:  # fmt: skip
-    """Return the device's tokens, over trees of one size; nothing for random weights."""
-    methods = [] if manifest.model.random_weights else [PLAIN, *method_words(manifest.drafters)[1:]]
-    settings = Settings(params, size)
-    return {
-        method: [decode(runtime, prompt.text, method, settings).token_ids for prompt in prompts] for method in methods
-    }
-
-
 def compared(
     bundle: Bundle, reference: Path | None, prompts: Sequence[BenchPrompt], texts: Texts, params: SamplingParams
 ) -> dict[str, Any]:
@@ -162,8 +156,12 @@ def compared(
     near = max(NEAR_TIES.get(each, math.inf) for each in (manifest.precision, precision))
     figures: dict[str, Any] = {"reference": {"bundle": str(path), "precision": precision}}
     for method, outputs in texts.items():
-        listed = (_difference(*each) for each in zip(prompts, outputs, expected, strict=True))
-        differences = [each for each in listed if each]
+        differences = []
+        for prompt, output, plain in zip(prompts, outputs, expected, strict=True):
+            token, margins = first_difference(output, plain.token_ids), plain.logit_margins or ()
+            if token is not None:  # past the end of either text, there is no margin
+                margin = margins[token] if token < min(len(output), len(margins)) else None
+                differences.append({"prompt": prompt.id, "token": token, "logit_margin": margin})
         wrong = [
             f"prompt {each['prompt']}, token {each['token']}, which led by {each['logit_margin']}"
             for each in differences
@@ -171,16 +169,6 @@ def compared(
         ]
         figures[method] = {"prompts": len(prompts), "differences": differences, "wrong": wrong}
     return figures
-
-
-def _difference(prompt: BenchPrompt, output: Sequence[int], plain: Generation) -> dict[str, Any] | None:
-    """Return the first token that differs from the host's, with its margin: None past the end of either text."""
-    token = first_difference(output, plain.token_ids)
-    if token is None:
-        return None
-    margins = plain.logit_margins or ()
-    margin = margins[token] if token < min(len(output), len(margins)) else None
-    return {"prompt": prompt.id, "token": token, "logit_margin": margin}
 
 
 def gpu_environment() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log, log10
-from typing import Any, NamedTuple
+from typing import Any
 
 from redraft.bench.compare import PLAIN, Progress, Run
 from redraft.bench.draws import Draws
@@ -35,30 +35,22 @@ BATCH = 3
 _DRAWN_TOKENS = 64
 
 
-class Variant(NamedTuple):
-    """One way in which a method decodes all prompts. name: of the size of its trees.   slots: sequences at once."""
+def variants_of(method: str, slots: int) -> Iterator[tuple[str, SpeculationParams]]:
+    """Yield the ways in which a method decodes all prompts, by name: with sizes by costs, in trees and in chains.
 
-    name: str
-    speculation: SpeculationParams
-    slots: int
-
-
-def variants_of(method: str, slots: int) -> Iterator[Variant]:
-    """Yield the variants of a method: with sizes by costs, in trees and in chains.
-
-    A fixed size leaves lookups out of a pair, so a pair has sizes by costs alone.
+    slots: sequences at once. A fixed size leaves lookups out of a pair, so a pair has sizes by costs alone.
     """
-    if method == PLAIN:  # alone, it is what all are compared with
-        if slots > 1:
-            yield Variant("none", SpeculationParams(PLAIN), slots)
+    if method == PLAIN:
+        if slots > 1:  # alone, it is what all are compared with
+            yield "none", SpeculationParams(PLAIN)
         return
-    yield Variant("adaptive", SpeculationParams(method), slots)
+    yield "adaptive", SpeculationParams(method)
     if split_pair(method)[1] is not None:
-        yield Variant("adaptive trees", SpeculationParams(method, budget=TREES, controller=ADAPTIVE), slots)
-        return
-    yield Variant("trees", SpeculationParams(method, budget=TREES), slots)
-    if slots == 1:
-        yield Variant("chains", SpeculationParams(method, budget=CHAINS), slots)
+        yield "adaptive trees", SpeculationParams(method, budget=TREES, controller=ADAPTIVE)
+    else:
+        yield "trees", SpeculationParams(method, budget=TREES)
+        if slots == 1:
+            yield "chains", SpeculationParams(method, budget=CHAINS)
 
 
 @dataclass
@@ -89,7 +81,7 @@ class Proof:
         self.progress("plain decoding")
         coupled = self.acceptance == COUPLED  # then sampled texts must equal plain decoding's
         temperatures = (0.0, self.temperature) if self.temperature and coupled else (0.0,)
-        self._plain = {each: self._generations(runtime, each, SpeculationParams(PLAIN)) for each in temperatures}
+        self._plain = {each: runtime.generate(self.token_ids, self._params(each), PLAIN) for each in temperatures}
         self._compare_all(runtime, 1)
         if self.temperature:
             if coupled:
@@ -116,38 +108,34 @@ class Proof:
             "warnings": list(_warnings(methods, self._seeds)),
         }
 
-    def _params(self, temperature: float, number: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens, temperature=temperature, seed=self.seed + number, ignore_eos=True, logprobs=0
-        )
-
-    def _generations(
-        self, runtime: Runtime, temperature: float, speculation: SpeculationParams, first: int = 0
-    ) -> list[Generation]:
-        params = [self._params(temperature, first + number) for number in range(len(self.token_ids))]
-        return runtime.generate(self.token_ids, params, speculation)
+    def _params(self, temperature: float, first: int = 0) -> list[SamplingParams]:
+        """Return the parameters of every prompt. first: added to the seeds."""
+        return [
+            SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=seed, ignore_eos=True, logprobs=0)
+            for seed in range(self.seed + first, self.seed + first + len(self.token_ids))
+        ]
 
     def _compare_all(self, runtime: Runtime, slots: int) -> None:
         for method in (PLAIN, *self.methods):
             texts = self._texts.setdefault(method, [])
-            for variant in variants_of(method, slots):
-                self.progress(f"texts of {method}, {variant.name}, {slots} at a time")
-                texts += [self._compare(runtime, variant, temperature) for temperature in self._plain]
+            for name, how in variants_of(method, slots):
+                self.progress(f"texts of {method}, {name}, {slots} at a time")
+                for temperature in self._plain:
+                    compared = self._compare(runtime, name, how, temperature)
+                    texts.append({"temperature": temperature, "trees": name, "max_num_seqs": slots, **compared})
 
-    def _compare(self, runtime: Runtime, variant: Variant, temperature: float) -> dict[str, Any]:
+    def _compare(self, runtime: Runtime, name: str, how: SpeculationParams, temperature: float) -> dict[str, Any]:
         """Return how a variant's texts differ from plain decoding's, and its drafts."""
-        others = self._generations(runtime, temperature, variant.speculation)
-        differences = []
-        for number, (plain, other) in enumerate(zip(self._plain[temperature], others, strict=True)):
-            run = Run(self.prompts[number], self.token_ids[number], {PLAIN: plain, variant.name: other})
-            margin_of = margin_finder(runtime, self._params(temperature, number))
-            if differs := difference(run, variant.name, margin_of):
-                differences.append(differs)
+        params = self._params(temperature)
+        others = runtime.generate(self.token_ids, params, how)
+        texts = zip(self.prompts, self.token_ids, params, self._plain[temperature], others, strict=True)
+        compared = (
+            difference(Run(prompt, ids, {PLAIN: plain, name: other}), name, margin_finder(runtime, one))
+            for prompt, ids, one, plain, other in texts
+        )
+        differences = [each for each in compared if each]
         near = bool(differences) and all(one["near_tie"] for one in differences)
         return {
-            "temperature": temperature,
-            "trees": variant.name,
-            "max_num_seqs": variant.slots,
             "texts": len(others),
             "tokens": sum(len(one.token_ids) for one in others),
             "num_draft_tokens": sum(one.metrics.num_draft_tokens for one in others),
@@ -162,7 +150,7 @@ class Proof:
         same_texts_log10: logarithm of the probability that other seeds write all the same texts.
         """
         plain = self._plain[self.temperature]
-        others = self._generations(runtime, self.temperature, SpeculationParams(PLAIN), len(self.token_ids))
+        others = runtime.generate(self.token_ids, self._params(self.temperature, len(plain)), PLAIN)
         differing = sum(one.token_ids != other.token_ids for one, other in zip(plain, others, strict=True))
         chance = sum(token.logprob for one in plain for token in one.logprobs or ()) / log(10)
         return {
@@ -184,7 +172,7 @@ class Proof:
         budget = CHAINS if self.acceptance == BLOCK else DRAWN_TREES if split_pair(method)[1] is None else DRAWN_PAIRS
         draws = Draws(method, params, budget, self.draws)
         drawn = draws.draw(runtime, self.token_ids, lambda line: self.progress(f"draws of {method}, {line}"))
-        fits = drawn.tally.fits() if drawn.draws else {}
+        fits = drawn.fits()
         bound = level / max(len(fits), 1)
         return {
             "draws": drawn.draws,

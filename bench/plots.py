@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
+from redraft.bench.compare import trace
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.tree import depths_of
 
 COLOURS = ("#80b1d3", "#fb8072", "#8dd3c7", "#fdb462", "#bebada", "#b3de69", "#fccde5", "#bc80bd", "#d9d9d9", "#636363")
 GREY = COLOURS[-1]
-_MARKERS = "osD^vPX*<>"
+_MARKERS = list("osD^vPX*<>")
 Points = tuple[Sequence[float], Sequence[float]]
 """Places and values."""
 
@@ -51,9 +50,11 @@ class Pictures:
         from matplotlib import pyplot
 
         drawn, axes = pyplot.subplots(rows, figsize=(width, height), layout="constrained", squeeze=False)
-        first = axes[0, 0]
+        first, listed = axes[0, 0], list(axes[:, 0])
+        for each in listed:
+            each.set_prop_cycle(color=COLOURS, marker=_MARKERS)
         try:
-            yield first if rows == 1 else list(axes[:, 0])
+            yield first if rows == 1 else listed
             drawn.suptitle(settings.pop("title", self.title), fontsize="large")
             first.set(**settings)
             if first.get_legend_handles_labels()[0]:
@@ -65,8 +66,8 @@ class Pictures:
     def lines(self, name: str, series: Mapping[str, Points], whole: bool = False, **settings: Any) -> None:
         """Draw a line for each name. whole: True if places are whole numbers."""
         with self.axes(name, **settings) as axes:
-            for (label, (places, values)), style in zip(series.items(), styles(), strict=False):
-                axes.plot(places, values, label=label, **style)
+            for label, (places, values) in series.items():
+                axes.plot(places, values, label=label)
             if whole:
                 axes.xaxis.get_major_locator().set_params(integer=True)
 
@@ -84,12 +85,6 @@ class Pictures:
         return paths
 
 
-def styles() -> Iterator[dict[str, str]]:
-    """Yield the colour and the marker of each line of a picture."""
-    for colour, marker in zip(cycle(COLOURS), cycle(_MARKERS), strict=False):
-        yield {"color": colour, "marker": marker}
-
-
 @dataclass(frozen=True)
 class Step:
     """A step of one text: its position, the length of its draft, and how many of its tokens were accepted."""
@@ -103,9 +98,7 @@ def steps_of(
     runtime: Runtime, prompt: Sequence[int], params: SamplingParams, speculation: SpeculationParams
 ) -> list[Step]:
     """Return the steps of decoding a prompt."""
-    file = io.StringIO()
-    runtime.generate([prompt], params, speculation, trace=file)
-    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    lines = map(json.loads, trace(runtime, prompt, params, speculation)[0])
     return [
         Step(line["position"] - len(prompt) + 1, max(depths_of(line["parents"])), len(line["path"]))
         for line in lines
@@ -121,7 +114,7 @@ def draw_throughput(result: Mapping[str, Any], pictures: Pictures) -> None:
     }
     means, deviations = [sum(each) / len(each) for each in rates.values()], list(map(pstdev, rates.values()))
     with pictures.axes("throughput", ylabel="tokens a second", ylim=(0, None)) as axes:
-        axes.bar(list(rates), means, yerr=deviations, capsize=4, color=COLOURS[0])
+        axes.bar(list(rates), means, yerr=deviations, capsize=4)
         axes.axhline(result["plain_tokens_per_second"], color=GREY, linestyle="--", label="plain decoding")
         axes.tick_params(axis="x", labelrotation=20)
 
@@ -133,7 +126,9 @@ def draw_steps(steps: Mapping[str, Sequence[Step]], pictures: Pictures, title: s
         for axes, (name, each) in zip(listed, steps.items(), strict=True):
             numbers = range(1, len(each) + 1)
             axes.bar(numbers, [step.accepted for step in each], width=1.0, color=COLOURS[0], label="accepted")
-            axes.step(numbers, [step.drafted for step in each], where="mid", color=COLOURS[1], label="drafted")
+            axes.step(
+                numbers, [step.drafted for step in each], where="mid", color=COLOURS[1], marker="", label="drafted"
+            )
             axes.set(ylabel="tokens", ylim=(0, None))
             axes.set_title(name, fontsize=9, loc="left")
             axes.xaxis.get_major_locator().set_params(integer=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import one_line_errors, read_json
+from redraft.bench.command import markdown_table, one_line_errors, read_json
 from redraft.bench.prompts import ALL
 from redraft.bench.statistics import interval_text
 from redraft.errors import UsageError
@@ -48,19 +48,18 @@ def table(report: Mapping[str, Any], second: Mapping[str, Any] | None = None) ->
     Raises UsageError for JSON of another form.
     """
     try:
-        rows = [["method", "speed, T = 0", "τ", "speed, T = 1"], ["---"] * 4]
+        rows = [["method", "speed, T = 0", "τ", "speed, T = 1"]]
         for name in report["methods"]:
             tau = report["temperatures"]["0"]["tokens_a_step"].get(name, {}).get(ALL)
             shown = f"{tau['tau']:.2f}" if tau else "-"
             rows.append([f"`{name}`", _speed(report, "0", name), shown, _speed(report, "1", name)])
         if second is not None:
             rows[0].append(f"{second['environment']['model']['precision']}: speed, T = 0")
-            rows[1].append("---")
-            for name, row in zip(report["methods"], rows[2:], strict=True):
+            for name, row in zip(report["methods"], rows[1:], strict=True):
                 row.append(_speed(second, "0", name))
     except (LookupError, TypeError, AttributeError, ValueError):
         raise UsageError("the file has no figures of a report", _HINT) from None
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows)
 
 
 def placed(page: str, text: str) -> str:

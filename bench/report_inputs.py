@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,23 +24,19 @@ Tables = list[tuple[str, list[list[str]]]]
 """Titles and rows of text, headers first."""
 _PEERS = ("environment", "chat", "max_new_tokens", "prompts", "new_tokens", "looping_answers", "precisions", "peers",
           "versions", "left_out", "ratios")  # fmt: skip
+_HINT = "give what the command printed with --json"
 _OTHER_FORM = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration)
 """Errors of reading JSON that has another form."""
 
 
 def read_controllers(path: Path) -> dict[str, Any]:
     """Return what `redraft bench --controllers NAMES --json` printed. Raises UsageError for any other file."""
-
-    def checked(figures: dict[str, Any]) -> dict[str, Any]:
-        controller_tables(figures)
-        counts = {"outputs": int(figures["outputs"]), "timed": int(figures["timed"])}
-        return {key: value for key, value in figures.items() if key != "plots"} | {
-            "method": figures["method"],
-            **counts,
-        }
-
     hint = "give the output of `redraft bench --controllers … --json`"
-    return _read(path, checked, "comparison of controllers", hint)
+    with _of_another_form(path, "comparison of controllers", hint):
+        figures = read_json(path, _HINT)
+        controller_tables(figures)
+        counts = {key: int(figures[key]) for key in ("outputs", "timed")}
+        return {key: figures[key] for key in ("method", *figures) if key != "plots"} | counts
 
 
 def read_peers(path: Path) -> dict[str, Any]:
@@ -47,8 +44,8 @@ def read_peers(path: Path) -> dict[str, Any]:
 
     Raises UsageError for any other file.
     """
-
-    def checked(figures: dict[str, Any]) -> dict[str, Any]:
+    with _of_another_form(path, "peers", "give the output of `python -m redraft.bench.peers --json`"):
+        figures = read_json(path, _HINT)
         decoders = {
             precision: {
                 name: {"modes": {m: {"tokens_per_second": s["tokens_per_second"]} for m, s in one["modes"].items()}}
@@ -60,24 +57,21 @@ def read_peers(path: Path) -> dict[str, Any]:
         peer_tables(shown)
         return shown
 
-    return _read(path, checked, "peers", "give the output of `python -m redraft.bench.peers --json`")
-
 
 def read_latency(path: Path) -> dict[str, Any]:
     """Return the times of a draft's parts that an experiment printed. Raises UsageError for any other file."""
-
-    def checked(figures: dict[str, Any]) -> dict[str, Any]:
+    hint = "docs/benchmarks.md, `--latency-json`, has the command that prints them"
+    with _of_another_form(path, "times of a draft's parts", hint):
+        figures = read_json(path, _HINT)
         latency_tables(figures)
         return {**figures, "environment": dict(figures["environment"])}
 
-    hint = "docs/benchmarks.md, `--latency-json`, has the command that prints them"
-    return _read(path, checked, "times of a draft's parts", hint)
 
-
-def _read(path: Path, checked: Callable[[dict[str, Any]], dict[str, Any]], content: str, hint: str) -> dict[str, Any]:
-    figures = read_json(path, "give what the command printed with --json")
+@contextmanager
+def _of_another_form(path: Path, content: str, hint: str) -> Iterator[None]:
+    """Raise UsageError if reading what a file should contain fails."""
     try:
-        return checked(figures)
+        yield
     except _OTHER_FORM:
         raise UsageError(f"{path} has no {content}", hint) from None
 

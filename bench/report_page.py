@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from redraft.bench.compare import PLAIN, STAGES
 from redraft.bench.controllers import tables
-from redraft.bench.plots import COLOURS, GREY, Pictures, Points, styles
+from redraft.bench.plots import COLOURS, GREY, Pictures, Points
 from redraft.bench.prompts import ALL
 from redraft.bench.report_inputs import SIGNIFICANT, TOGETHER, latency_tables, peer_tables
 from redraft.bench.statistics import interval_text
@@ -76,7 +77,16 @@ def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[
         xlabel="position in the output", ylabel="accepted tokens a block",
     )  # fmt: skip
     if report["latency"]:
-        _logits(report["latency"]["logits_ms"], pictures)
+        logits = report["latency"]["logits_ms"]
+        ways = {"one pass": "one_pass", "iterative": "iterative"}
+        series = {
+            label: (list(map(int, logits)), [times[way][TOGETHER]["median"] for times in logits.values()])
+            for label, way in ways.items()
+        }
+        pictures.lines(
+            "logits", series, whole=True, ylim=(0, None), xlabel="drafted tokens",
+            ylabel="ms for head, softmax and top-k",
+        )  # fmt: skip
     for number, one in enumerate(report["trained"]):
         _comparison(one, number, title, pictures)
     return pictures.files
@@ -126,8 +136,7 @@ def _speed(report: Mapping[str, Any], pictures: Pictures) -> None:
             cells = [(place, cell) for place, name in enumerate(names) if (cell := figures["speeds"][name].get(ALL))]
             places, speeds = [place + offset * width for place, _ in cells], [cell["speed"] for _, cell in cells]
             errors = _errors(speeds, [cell["interval"] for _, cell in cells])
-            label = f"temperature {temperature}"
-            axes.bar(places, speeds, width, yerr=errors, capsize=3, color=COLOURS[offset], label=label)
+            axes.bar(places, speeds, width, yerr=errors, capsize=3, label=f"temperature {temperature}")
         axes.axhline(1, color=GREY, linestyle="--", label="plain decoding")
         axes.set_xticks([place + width * (len(report["temperatures"]) - 1) / 2 for place in range(len(names))], names)
         axes.tick_params(axis="x", labelrotation=20)
@@ -148,18 +157,18 @@ def _costs(costs: Mapping[str, Any], pictures: Pictures) -> None:
     ) as axes:
         times = [ms / one for ms in costs["verify_ms"].values()]
         axes.plot(list(map(int, costs["verify_ms"])), times, color=GREY, marker="o", label="verification")
-        for (method, ms), style in zip(costs["draft_ms"].items(), styles(), strict=False):
-            axes.axhline(ms / one, color=style["color"], linestyle="--", label=f"drafting, {method}")
+        for (method, ms), colour in zip(costs["draft_ms"].items(), cycle(COLOURS), strict=False):
+            axes.axhline(ms / one, color=colour, linestyle="--", label=f"drafting, {method}")
 
 
 def _curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], name: str, pictures: Pictures) -> None:
     """Draw tokens a step by the place of a run in its table, a line a table: Figure 1b, by passes of training."""
     with pictures.axes(name, xlabel="passes of training", ylabel="tokens a step, chains") as axes:
-        for (label, rows), style in zip(curves.items(), styles(), strict=False):
+        for label, rows in curves.items():
             tau = [row["tau"][ALL] for row in rows]
             means = [each["mean"] for each in tau]
             errors = _errors(means, [each["interval"] for each in tau])
-            axes.errorbar([row["place"] for row in rows], means, yerr=errors, capsize=3, label=label, **style)
+            axes.errorbar([row["place"] for row in rows], means, yerr=errors, capsize=3, label=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -168,9 +177,9 @@ def _stages(stages: Mapping[str, Mapping[str, float]], pictures: Pictures) -> No
     names, below = ["plain" if name == PLAIN else name for name in stages], [0.0] * len(stages)
     title = f"{pictures.title}, temperature 0"
     with pictures.axes("stages", width=8, title=title, ylabel="ms a step", ylim=(0, None)) as axes:
-        for stage, colour in zip(STAGES, COLOURS, strict=False):
+        for stage in STAGES:
             heights = [each[stage] for each in stages.values()]
-            axes.bar(names, heights, 0.7, bottom=below, color=colour, label=_STAGE_LABELS[stage])
+            axes.bar(names, heights, 0.7, bottom=below, label=_STAGE_LABELS[stage])
             below = [low + height for low, height in zip(below, heights, strict=True)]
         axes.tick_params(axis="x", labelrotation=20)
 
@@ -186,21 +195,8 @@ def _progress(rows: Sequence[Mapping[str, Any]], title: str, name: str, pictures
     with pictures.axes(name, 7, 10 if with_loss else 7, len(keys), title=title) as axes:
         for (key, label), each in zip(keys.items(), axes, strict=True):
             verifiers_own = 1 if key == "chain_tokens" else 0
-            for row, style in zip(rows, styles(), strict=False):
+            for row in rows:
                 steps = [point["step"] for point in row["progress"]]
-                values = [point[key] - verifiers_own for point in row["progress"]]
-                each.plot(steps, values, label=row["run"], **style)
+                each.plot(steps, [point[key] - verifiers_own for point in row["progress"]], label=row["run"])
             each.set(ylabel=label)
         axes[-1].set(xlabel="training step")
-
-
-def _logits(logits: Mapping[str, Mapping[str, Any]], pictures: Pictures) -> None:
-    """Draw milliseconds of the logits of N steps, in one pass and one after another: Lyanna's Figure 13a."""
-    steps = list(map(int, logits))
-    series: dict[str, Points] = {
-        way.replace("_", " "): (steps, [times[way][TOGETHER]["median"] for times in logits.values()])
-        for way in ("one_pass", "iterative")
-    }
-    pictures.lines(
-        "logits", series, whole=True, ylim=(0, None), xlabel="drafted tokens", ylabel="ms for head, softmax and top-k"
-    )

@@ -4,13 +4,11 @@ Decoding reads every weight for a few tokens, so the time of a call has a floor:
 is near that floor, more tokens a call cost little. If it is far above, something else takes the time.
 """
 
-# pylint: disable=too-many-lines  # bench is being cut
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +21,7 @@ import onnx
 from redraft import names
 from redraft.bench.environment import SETTLE_SECONDS, usable_threads
 from redraft.engines import Bundle, open_bundle
-from redraft.engines.device import Buffer, Device, byte_size
+from redraft.engines.device import Device, byte_size
 from redraft.engines.drafters import drafter_of, read_drafters
 from redraft.engines.host_device import HostDevice
 from redraft.errors import BackendError
@@ -46,8 +44,8 @@ LEAST_STREAMED_BYTES = 1 << 20
 COPIES = 8
 """Copies within a device between two waits for their end; they take far longer than a wait."""
 HEADER = ("graph", "tokens", "weights MB", "KV MB", "other MB", "least ms", "GB/s", "of bandwidth")
-Timed = tuple[str, int, Callable[[], float]]
-"""Graph, tokens and a function that runs such a call and returns its milliseconds."""
+Calls = dict[tuple[str, int], Callable[[], float]]
+"""By graph and tokens, a function that runs such a call and returns its milliseconds."""
 _BLOCKS, _RUNS = 6, 16
 _ROWS_ONLY = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2), ("GroupQueryAttention", 7),
               ("GroupQueryAttention", 8)}  # fmt: skip
@@ -174,32 +172,31 @@ def measure(
     bundle, count = open_bundle(path, verify=False), threads or usable_threads()
     kv_len = min(kv_len, bundle.manifest.max_model_len - nodes)
     if device is None and bundle.manifest.tensorrt is None:
-        return _timed(bundle, "host", count, kv_len, _on_host(bundle, count, nodes, kv_len), HostStream(count))
+        host = partial(HostDevice, bundle, count, step_graphs=False, max_num_seqs=1)
+        verifiers = {
+            graph: open_verifier(bundle, host(verifier_graph=graph))
+            for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
+            if graph in bundle.manifest.graphs
+        }
+        calls = _calls(bundle, verifiers, (1, nodes), kv_len, f"{names.DRAFT}{names.SINGLE}")
+        return _timed(bundle, "host", count, kv_len, calls, HostStream(count))
     with Runtime.open(path, threads, verify=False, device=device) as runtime:
         verifier = runtime.verifier
-        tokens = 1, min(nodes, verifier.largest_tree)
-        calls = [*_verifying(names.VERIFIER, verifier, tokens, kv_len), *_drafting(bundle, verifier, kv_len)]
+        calls = _calls(bundle, {names.VERIFIER: verifier}, (1, min(nodes, verifier.largest_tree)), kv_len)
         name = verifier.device.name
         return _timed(bundle, name, None if name == "cuda" else count, kv_len, calls, DeviceStream(verifier.device))
 
 
 def _timed(
-    bundle: Bundle,
-    device: str,
-    threads: int | None,
-    kv_len: int,
-    timed: Iterable[Timed],
-    memory: HostStream | DeviceStream,
-) -> Roofline:
-    calls = {(graph, tokens): call for graph, tokens, call in timed}
-    least = dict.fromkeys(calls, math.inf)
+    bundle: Bundle, device: str, threads: int | None, kv_len: int, calls: Calls, memory: HostStream | DeviceStream
+) -> Roofline:  # fmt: skip
+    least = dict.fromkeys(calls, float("inf"))
     for _ in range(_BLOCKS):
         for key, call in calls.items():
             time.sleep(SETTLE_SECONDS)
             least[key] = min(least[key], *[call() for _ in range(_RUNS)])
         memory.run()
-    bandwidth = max(memory.read or 0.0, memory.copy)
-    engines = []
+    engines, bandwidth = [], max(memory.read or 0.0, memory.copy)
     for (graph, tokens), ms in least.items():
         moved = traffic(bundle, graph, tokens, kv_len)
         speed = moved.total / ms / 1e6
@@ -207,30 +204,24 @@ def _timed(
     return Roofline(device, threads, kv_len, memory.read, memory.copy, memory.size, tuple(engines))
 
 
-def _on_host(bundle: Bundle, threads: int, nodes: int, kv_len: int) -> Iterator[Timed]:
-    """Yield calls of the CPU's engines over arrays."""
-    for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE):
-        if graph in bundle.manifest.graphs:
-            device = HostDevice(bundle, threads, step_graphs=False, max_num_seqs=1, verifier_graph=graph)
-            verifier = open_verifier(bundle, device)
-            yield from _verifying(graph, verifier, (1, nodes), kv_len)
-    yield from _drafting(bundle, verifier, kv_len, f"{names.DRAFT}{names.SINGLE}")
+def _calls(
+    bundle: Bundle, verifiers: Mapping[str, Verifier], sizes: Sequence[int], kv_len: int, lowered: str = names.DRAFT
+) -> Calls:
+    """Return the calls of all verifiers and, over the last of them, of all drafters.
 
-
-def _verifying(graph: str, verifier: Verifier, sizes: Iterable[int], kv_len: int) -> Iterator[Timed]:
-    for tokens in sizes:
-        yield graph, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
-
-
-def _drafting(bundle: Bundle, verifier: Verifier, kv_len: int, lowered: str = names.DRAFT) -> Iterator[Timed]:
-    """Yield calls of all drafters. lowered: the form of the draft's graph that runs, if the bundle has it."""
+    lowered: the form of the draft's graph that runs, if the bundle has it.
+    """
+    calls: Calls = {}
+    for graph, verifier in verifiers.items():
+        calls |= {(graph, tokens): partial(verifier.measure_ms, 1, tokens, kv_len) for tokens in sizes}
     for drafter in read_drafters(bundle.manifest):
         loaded = load_drafter(drafter.id, verifier, {}, bundle)
         assert isinstance(loaded, EngineDrafter)
         draft = lowered if lowered in drafter.record.graphs else names.DRAFT
-        yield drafter.graph(draft), CATCH_UP_ROWS, partial(_draft_ms, loaded, kv_len, 0)
+        calls[drafter.graph(draft), CATCH_UP_ROWS] = partial(_draft_ms, loaded, kv_len, 0)
         if names.RESAMPLE in drafter.record.graphs:
-            yield drafter.graph(names.RESAMPLE), 1, partial(_draft_ms, loaded, kv_len, 1)
+            calls[drafter.graph(names.RESAMPLE), 1] = partial(_draft_ms, loaded, kv_len, 1)
+    return calls
 
 
 def _draft_ms(loaded: EngineDrafter, kv_len: int, part: int) -> float:
@@ -259,14 +250,22 @@ class HostStream:
 
 
 class DeviceStream:
-    """Device memory, by the device's own copy: half of `size` or less if no more is free. Raises BackendError.
+    """Device memory, by the device's own copy: the largest half, quarter … of `size` that is free. Raises BackendError.
 
     read, copy: as of HostStream; a device does not read.
     """
 
     def __init__(self, device: Device, size: int = STREAMED_BYTES) -> None:
         self.read, self.copy = None, 0.0
-        self.target, source = _ends(device, size)
+        while True:
+            try:
+                device.expect({"both ends of a copy": 2 * size, "later buffers": 2 * size})
+                self.target, source = device.empty("uint8", size), device.empty("uint8", size)
+                break
+            except BackendError:
+                if size // 2 < LEAST_STREAMED_BYTES:
+                    raise
+                size //= 2
         self.size = source.shape[0]
         source.write(np.ones(self.size, np.uint8))  # unwritten host pages share one page, which caches hold
         self._copy = device.copy(self.target, source)
@@ -274,26 +273,14 @@ class DeviceStream:
 
     def run(self) -> None:
         """Measure copying once."""
+
+        def copies() -> None:
+            for _ in range(COPIES):
+                self._copy()
+            self._device.wait()
+
         self._device.wait()
-        seconds = _seconds(self._copies)
-        self.copy = max(self.copy, 2 * COPIES * self.size / seconds / 1e9)
-
-    def _copies(self) -> None:
-        for _ in range(COPIES):
-            self._copy()
-        self._device.wait()
-
-
-def _ends(device: Device, size: int) -> tuple[Buffer, Buffer]:
-    """Return two buffers of `size` bytes, or of the largest half, quarter … for which memory is free."""
-    while True:
-        try:
-            device.expect({"both ends of a copy": 2 * size, "later buffers": 2 * size})
-            return device.empty("uint8", size), device.empty("uint8", size)
-        except BackendError:
-            if size // 2 < LEAST_STREAMED_BYTES:
-                raise
-            size //= 2
+        self.copy = max(self.copy, 2 * COPIES * self.size / _seconds(copies) / 1e9)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -1,14 +1,20 @@
-"""Figures from runs of the same prompts: times as fast with bootstrap intervals, loops, and first differences.
+"""Statistics of measurements: times as fast with bootstrap intervals, chi-square tests, loops, and first differences.
 
 `speedup` is the only definition of "times as fast": the ratio of the seconds that a token takes, over the same runs.
 `ratio_text` prints it next to its two rates.
+
+Of a wrong distribution whose total variation from p is δ over the bins, chi-square has the noncentrality
+N Σ Δ² / e >= 4 N δ², by Cauchy and Schwarz. Hence `Fit.detectable`. A proof runs without SciPy, so chi-square's
+probabilities are here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from math import erfc, exp, lgamma, log, sqrt
+from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +24,8 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 FEWEST_VALUES = 6
 """Fewer values have no interval: even from the least to the largest, it would hold the median less often than 95 %."""
+POWER = 0.99
+"""The probability with which a bias of the size `Fit.detectable` is found."""
 FloatArray = NDArray[np.float64]
 Interval = tuple[float, float]
 
@@ -29,8 +37,7 @@ class Timing(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Speedup:
+class Speedup(NamedTuple):
     """The speed of one way of decoding over another: `rate` / `base_rate`.
 
     interval: of the ratio, over clusters of runs; None for too few.
@@ -42,10 +49,6 @@ class Speedup:
     rate: float
     base_rate: float
     count: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        return {**vars(self), "interval": self.interval and list(self.interval)}
 
 
 def speedup(base: Sequence[Timing], other: Sequence[Timing], clusters: Sequence[Hashable] | None = None) -> Speedup:
@@ -90,6 +93,52 @@ def bootstrap(
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(statistic(np.array([*sums.values()])[drawn].sum(axis=1)), (tail, 1 - tail))
     return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The result of one chi-square test."""
+
+    draws: int
+    chi_square: float
+    degrees_of_freedom: int
+
+    @property
+    def p_value(self) -> float:
+        """The probability of so large a value if the probabilities are right."""
+        return survival(self.chi_square, self.degrees_of_freedom)
+
+    def detectable(self, level: float) -> float:
+        """Return the smallest total variation over the bins that fails a test at this level, with probability POWER."""
+        df, z = self.degrees_of_freedom, NormalDist().inv_cdf(POWER)
+        # Noncentral chi-square is about normal with mean df + x and variance 2 (df + 2 x): solve for x.
+        above = critical(level, df) - df
+        shift = above + 2 * z * z + z * sqrt(4 * above + 4 * z * z + 2 * df)
+        return min(1.0, sqrt(shift / (4 * self.draws)))
+
+
+def fit(counts: NDArray[np.integer], expected: FloatArray) -> Fit:
+    """Return Pearson's test of counts against the expected ones, whose sums agree."""
+    return Fit(int(counts.sum()), float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1)
+
+
+def survival(chi_square: float, df: int) -> float:
+    """Return the probability that chi-square with this many degrees of freedom, at least 1, is larger."""
+    half = chi_square / 2
+    if half <= 0:
+        return 1.0
+    first = (df % 2) / 2
+    terms = (exp((first + i) * log(half) - half - lgamma(first + i + 1)) for i in range(df // 2))
+    return min(1.0, sum(terms) + (erfc(sqrt(half)) if df % 2 else 0.0))
+
+
+def critical(level: float, df: int) -> float:
+    """Return the value that chi-square exceeds with probability `level`."""
+    low, high = 0.0, 2.0 * df + 200 - 10 * log(level)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if survival(middle, df) > level else (low, middle)
+    return high
 
 
 def rate_text(rate: float) -> str:

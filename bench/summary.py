@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from redraft.bench.compare import INEXACT, PLAIN, Run, Totals, timing
+from redraft.bench.compare import INEXACT, PLAIN, Run, Totals, times_as_fast, totals_of
 from redraft.bench.prompts import ALL
-from redraft.bench.statistics import first_difference, interval_text, rate_text, ratio_text, speedup
+from redraft.bench.statistics import first_difference, interval_text, rate_text, ratio_text
 from redraft.engines.draft_costs import least_accepted
 from redraft.runtime import Runtime, SamplingParams
 
@@ -67,38 +67,34 @@ def _method(runs: Sequence[Run], method: str, margin_of: MarginOf, synthetic: bo
 def _sections(outcomes: Sequence[Compared], method: str, compared: bool = True) -> dict[str, Any]:
     """Return figures over all outcomes and, as `not_looping`, over those whose plain output does not loop."""
     steady = [each for each in outcomes if not each[0].loops]
-    return {
-        **_section(outcomes, method, compared),
-        "looping_outputs": len(outcomes) - len(steady),
-        "not_looping": _section(steady, method, compared),
-    }
-
-
-def _section(outcomes: Sequence[Compared], method: str, compared: bool) -> dict[str, Any]:
-    identity = _identity(outcomes) if compared else {"identical_to_plain": None}
-    return {**_figures([run for run, _ in outcomes], method), **identity, "outputs": len(outcomes)}
+    whole, not_looping = (
+        {
+            **_figures([run for run, _ in some], method),
+            **(_identity(some) if compared else {"identical_to_plain": None}),
+            "outputs": len(some),
+        }
+        for some in (outcomes, steady)
+    )
+    return {**whole, "looping_outputs": len(outcomes) - len(steady), "not_looping": not_looping}
 
 
 def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     """Return speed, acceptance and overhead over the runs that are long enough to time.
 
-    `prompts` counts these runs. In a chat every turn has a prompt of its own, the conversation until there. Turns of a
-    conversation depend on each other, so that the interval is over conversations.
+    `prompts` counts these runs. In a chat every turn has a prompt of its own, the conversation until there.
     """
     timed = [run for run in runs if run.timed]
     if not timed:
         return {"prompts": 0, "tokens": 0}
-    plain, own = ([run.generations[name] for run in timed] for name in (PLAIN, method))
-    ratio = speedup(list(map(timing, plain)), list(map(timing, own)), [run.prompt for run in timed])
-    totals = Totals.of(own)
+    ratio, totals = times_as_fast(timed, [method]), totals_of(timed, method)
     return {
         "tokens_per_second": ratio.rate,
         "plain_tokens_per_second": ratio.base_rate,
         "speedup": ratio.ratio,
-        "speedup_interval": ratio.to_json()["interval"],
+        "speedup_interval": ratio.interval,
         "mean_acceptance_length": totals.tau,
         "draft_acceptance_rate": totals.acceptance,
-        **break_even(Totals.of(plain), totals),
+        **break_even(totals_of(timed, PLAIN), totals),
         "overhead_fraction": totals.overhead / totals.seconds,
         "prompts": len(timed),
         "tokens": totals.tokens + len(timed),
@@ -115,28 +111,22 @@ def _identity(outcomes: Sequence[Compared]) -> dict[str, Any]:
 
 
 def achieved(runs: Sequence[Run], method: str, table_ms: Sequence[float]) -> dict[str, Any]:
-    """Return the reached speed, its bound and their ratio, over all runs; `table_ms[n]` is t(n)."""
-    plain, own = ([run.generations[name] for run in runs] for name in (PLAIN, method))
-    totals = Totals.of(own)
-    nodes_ms = sum(count * table_ms[n] for one in own for n, count in enumerate(one.metrics.size_histogram) if count)
+    """Return the reached speed, its bound τ·t(1) / (t(n) + draft) and their ratio; `table_ms[n]` is t(n)."""
+    totals, reached = totals_of(runs, method), times_as_fast(runs, [method])
+    histograms = [run.generations[method].metrics.size_histogram for run in runs]
+    nodes_ms = sum(count * table_ms[n] for each in histograms for n, count in enumerate(each) if count)
     one_ms, many_ms, drafting_ms = table_ms[1], nodes_ms / totals.steps, totals.drafting_ms / totals.steps
-    reached = speedup(list(map(timing, plain)), list(map(timing, own)))
-    bound = speed_bound(totals.tau, one_ms, many_ms, drafting_ms)
+    bound = totals.tau * one_ms / (many_ms + drafting_ms)
     return {
         "mean_acceptance_length": totals.tau,
         "verification_ms": {"one": one_ms, "step": many_ms},
         "draft_ms": drafting_ms,
         "speedup": reached.ratio,
-        "speedup_interval": reached.to_json()["interval"],
+        "speedup_interval": reached.interval,
         "bound": bound,
         "share_of_bound": reached.ratio / bound,
         "prompts": len(runs),
     }
-
-
-def speed_bound(acceptance_length: float, one_ms: float, many_ms: float, draft_ms: float) -> float:
-    """Return τ·t(1) / (t(n) + draft)."""
-    return acceptance_length * one_ms / (many_ms + draft_ms)
 
 
 def break_even(plain: Totals, own: Totals) -> dict[str, float]:

@@ -21,8 +21,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     context = max(len(question.token_ids) + question.count for question in questions)
     with ExitStack() as stack:
         keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workers, failed = _start(_openers(bundles, peers, options, keep, context), stack)
+        workers: dict[Key, Worker] = {}
+        failed: dict[Key, str] = {}
+        for key, opener in _openers(bundles, peers, options, keep, context):
+            _report(f"opening {key}")
+            try:
+                workers[key] = stack.enter_context(closing(Worker(opener)))
+            except PeerError as error:
+                failed[key] = str(error)
         results = take_turns(workers, questions, _report)
     results.failed |= failed
     for key, reason in results.failed.items():
@@ -89,7 +96,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "peers": [peer.name for peer in peers],
         "versions": {NAME: package_version(NAME), **{peer.name: package_version(peer.package) for peer in peers}},
         "left_out": {peer.name: peer.install for peer in peers if not peer.installed},
-        **figures(results, questions, {key: worker.opened for key, worker in workers.items()}),
+        **figures(results, questions, {key: worker.settings for key, worker in workers.items()}),
     }
 
 
@@ -117,31 +124,14 @@ def _bundles(paths: Sequence[Path]) -> dict[Precision, Path]:
 
 def _openers(
     bundles: Mapping[Precision, Path], peers: Sequence[Peer], options: argparse.Namespace, keep: Path, context: int
-) -> dict[Key, Opener]:  # fmt: skip
-    """Return the decoders to open, ours first in each precision."""
+) -> Iterator[tuple[Key, Opener]]:  # fmt: skip
+    """Yield the decoders to open, ours first in each precision."""
     source, threads = PeerSource(options.checkpoint, options.optimum_cli, options.draft), options.threads
-    openers: dict[Key, Opener] = {}
     for precision, path in bundles.items():
-        openers[Key(NAME, precision)] = partial(Ours, PeerModel(path, precision, threads, context, source.draft))
+        yield Key(NAME, precision), partial(Ours, PeerModel(path, precision, threads, context, source.draft))
         for peer in peers:
             if peer.installed and precision in peer.formats:
-                openers[Key(peer.name, precision)] = partial(open_peer, peer, source, precision, keep, threads, context)
-    return openers
-
-
-def _start(openers: Mapping[Key, Opener], stack: ExitStack) -> tuple[dict[Key, Worker], dict[Key, str]]:
-    """Start a worker for each decoder, one after the other. Return those that opened, and the errors of the others."""
-    workers: dict[Key, Worker] = {}
-    failed: dict[Key, str] = {}
-    for key, opener in openers.items():
-        _report(f"opening {key}")
-        try:
-            workers[key] = Worker(opener)
-        except PeerError as error:
-            failed[key] = str(error)
-        else:
-            stack.callback(workers[key].close)
-    return workers, failed
+                yield Key(peer.name, precision), partial(open_peer, peer, source, precision, keep, threads, context)
 
 
 def _report(line: str) -> None:

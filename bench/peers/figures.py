@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
+from redraft.bench.command import markdown_table
 from redraft.bench.peers.base import DRAFT, PLAIN
 from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Question, Results
-from redraft.bench.peers.worker import Opened, Turn
+from redraft.bench.peers.worker import Turn
 from redraft.bench.prompts import ALL
 from redraft.bench.statistics import first_difference, interval_text, loops, rate_of, rate_text, ratio_text, speedup
 
 TITLES = {"int8": "8 bits", "int4": "4 bits"}
 
 
-def figures(results: Results, questions: Sequence[Question], opened: Mapping[Key, Opened]) -> dict[str, Any]:
+def figures(
+    results: Results, questions: Sequence[Question], settings: Mapping[Key, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return all figures as JSON: `decoders` and `ratios` by precision and name, and what was decoded."""
     precisions = dict.fromkeys(key.precision for key in results.turns)
     keys = {precision: [key for key in results.turns if key.precision == precision] for precision in precisions}
@@ -26,7 +29,9 @@ def figures(results: Results, questions: Sequence[Question], opened: Mapping[Key
         "new_tokens": sum(question.count for question in questions),
         "looping_answers": sum(loops(question.answer) for question in questions),
         "decoders": {
-            precision: {key.name: _decoder(results, questions, key, opened[key]) for key in some}
+            precision: {
+                key.name: {"settings": dict(settings[key]), **_decoder(results, questions, key)} for key in some
+            }
             for precision, some in keys.items()
         },
         "ratios": {
@@ -37,7 +42,7 @@ def figures(results: Results, questions: Sequence[Question], opened: Mapping[Key
     }
 
 
-def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: Opened) -> dict[str, Any]:
+def _decoder(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any]:
     """Return a decoder's figures.
 
     busy_threads: processor time over time, while it decodes.
@@ -47,7 +52,6 @@ def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: 
     turns = [turn for mode in modes.values() for turn in mode]
     ours = results.turns.get(Key(NAME, key.precision))
     return {
-        "settings": dict(opened.settings),
         "modes": {
             mode: {
                 "tokens_per_second": rate_of([turn.decoded.timing for turn in some]),
@@ -62,12 +66,9 @@ def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: 
 
 def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
     """Return an entry for each output that differs from our plain one: its prompt, and the first token that differs."""
-    differences = []
-    for question, a, b in zip(questions, plain, turns, strict=True):
-        token = first_difference(a.decoded.token_ids, b.decoded.token_ids)
-        if token is not None:
-            differences.append({"prompt": question.prompt.id, "token": token})
-    return differences
+    tokens = [first_difference(a.decoded.token_ids, b.decoded.token_ids) for a, b in zip(plain, turns, strict=True)]
+    listed = zip(questions, tokens, strict=True)
+    return [{"prompt": question.prompt.id, "token": token} for question, token in listed if token is not None]
 
 
 def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:
@@ -96,7 +97,7 @@ def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Que
 
     def over(chosen: Sequence[bool]) -> dict[str, Any] | None:
         timings = ([turn.decoded.timing for turn in compress(side, chosen)] for side in (theirs, ours))
-        return speedup(*timings).to_json() if any(chosen) else None
+        return speedup(*timings)._asdict() if any(chosen) else None
 
     kinds = [question.prompt.kind for question in questions]
     return {
@@ -113,11 +114,11 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"Tokens a second over {result['prompts']} prompts, {result['new_tokens']} new tokens, "
         f"{result['looping_answers']} answers that loop; {machine['threads']} threads, {machine['cpu']}.",
         "",
-        *_table(speed_rows(result)),
+        markdown_table(speed_rows(result)),
         "",
         f"Speed of {NAME} by its mode, over the best mode of a peer, with 95 % intervals.",
         "",
-        *_table(ratio_rows(result)),
+        markdown_table(ratio_rows(result)),
         "",
         *_notes(result),
     ])  # fmt: skip
@@ -150,10 +151,6 @@ def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 def _ratio_text(ratio: Mapping[str, Any]) -> str:
     return f"{ratio_text(ratio['rate'], ratio['base_rate'])} ({interval_text(ratio['interval'])})"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
 
 
 def _rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from redraft.bench.compare import FEWEST_TOKENS, Progress, Settings, compare, in_turns
 from redraft.bench.compare import PLAIN as OUR_PLAIN
@@ -19,8 +20,7 @@ SETTLE_SECONDS = 0.1
 """Pause before a turn, until the threads of the decoder before stop spinning. onnxruntime-genai's spin for 0.03 s."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """A decoder: a library's name, and the precision of its model."""
 
     name: str
@@ -54,11 +54,6 @@ class Results:
     turns: dict[Key, dict[str, list[Turn]]]
     failed: dict[Key, str] = field(default_factory=dict)
 
-    def fail(self, key: Key, error: PeerError) -> None:
-        """Leave a decoder out."""
-        self.turns.pop(key, None)
-        self.failed[key] = str(error)
-
 
 def make_questions(
     runtime: Runtime, prompts: Sequence[BenchPrompt], max_new_tokens: int, chat: bool, system: str | None
@@ -81,7 +76,7 @@ def make_questions(
 
 def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Question], progress: Progress) -> Results:
     """Decode every question by every decoder in each of its modes, after a warm-up on the first question."""
-    results = Results({key: {mode: [] for mode in worker.opened.modes} for key, worker in workers.items()})
+    results = Results({key: {mode: [] for mode in worker.modes} for key, worker in workers.items()})
     modes = {f"{key} {mode}": (key, mode) for key, turns in results.turns.items() for mode in turns}
 
     def turn_of(name: str, question: Question) -> Turn | None:
@@ -92,7 +87,8 @@ def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Question], pro
         try:
             return workers[key].decode(mode, question.token_ids, question.count)
         except PeerError as error:
-            results.fail(key, error)
+            del results.turns[key]
+            results.failed[key] = str(error)
             return None
 
     kinds = [question.prompt.kind for question in questions]

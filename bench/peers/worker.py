@@ -28,14 +28,6 @@ Opener = Callable[[], Decoder]
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The modes and settings of a worker's decoder."""
-
-    modes: tuple[str, ...]
-    settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Turn:
     """A decoded prompt.
 
@@ -50,7 +42,13 @@ class Turn:
 
 
 class Worker:
-    """A decoder in a process of its own. Opening it waits until the decoder is open. Raises PeerError."""
+    """A decoder in a process of its own. Opening it waits until the decoder is open. Raises PeerError.
+
+    modes, settings: the decoder's.
+    """
+
+    modes: tuple[str, ...]
+    settings: Mapping[str, Any]
 
     def __init__(self, opener: Opener) -> None:
         context = multiprocessing.get_context("spawn")
@@ -59,7 +57,7 @@ class Worker:
         self._process.start()
         theirs.close()
         with self._closed_on_error():
-            self.opened: Opened = self._answer()
+            self.modes, self.settings = self._answer()
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
         """Return the decoder's answer. Raises PeerError if decoding fails or the process ends; the worker is closed."""
@@ -115,7 +113,7 @@ def serve(pipe: Connection, opener: Opener) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print; standard output is for figures only
     try:
         decoder = opener()
-        pipe.send(Opened(decoder.modes, decoder.settings))
+        pipe.send((decoder.modes, decoder.settings))
         answer_requests(pipe, decoder)
     except (EOFError, BrokenPipeError):
         return

@@ -49,7 +49,7 @@ def test_a_worker_decodes_and_its_prints_are_not_figures(
     start: Callable[..., Worker], capfd: pytest.CaptureFixture[str]
 ) -> None:
     worker = start(peers.Counter)
-    assert (worker.opened.modes, worker.opened.settings) == ((PLAIN, NGRAM), {"threads": 2, "context": 9})
+    assert (worker.modes, worker.settings) == ((PLAIN, NGRAM), {"threads": 2, "context": 9})
     assert worker.decode(PLAIN, [4, 5], 3).decoded.token_ids == (6, 7, 8)
     worker.close()
     out, err = capfd.readouterr()

@@ -17,12 +17,12 @@ from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError
 from redraft.bench.peers.figures import figures, markdown
 from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Question, Results, make_questions, take_turns
-from redraft.bench.peers.worker import Opened, Turn
+from redraft.bench.peers.worker import Opener, Turn
 from redraft.bench.prompts import BenchPrompt
 from redraft.errors import DataError, UsageError
 
 OURS, THEIRS = Key(NAME, "fp32"), Key("peer", "fp32")
-OPENED = Opened((PLAIN, NGRAM), {"threads": 2})
+SETTINGS = {key: {"threads": 2} for key in (OURS, THEIRS)}
 QUESTIONS = [
     Question(BenchPrompt(name, kind, name), [1], (2, 3, 4)) for name, kind in (("a", "x"), ("b", "y"), ("c", "x"))
 ]
@@ -36,7 +36,7 @@ class Taker:
     """Writes down its turns, and fails at the turn `fails`."""
 
     def __init__(self, key: Key, log: list[str], fails: int = -1) -> None:
-        self.opened = OPENED
+        self.modes = (PLAIN, NGRAM)
         self.key, self.log, self.fails, self.taken = key, log, fails, 0
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
@@ -99,7 +99,7 @@ def results() -> Results:
 
 
 def measured(taken: Results | None = None, questions: Sequence[Question] = QUESTIONS) -> dict:
-    found = figures(taken or results(), questions, {OURS: OPENED, THEIRS: OPENED})
+    found = figures(taken or results(), questions, SETTINGS)
     return {
         "environment": {"threads": 2, "cpu": "a processor"},
         "precisions": ["fp32", "int8"],
@@ -131,14 +131,15 @@ def test_outputs_of_prompts_with_equal_ids_are_counted_one_by_one() -> None:
     alike = [replace(question, prompt=replace(question.prompt, id="1")) for question in QUESTIONS]
     taken = results()
     taken.turns[THEIRS][NGRAM] = [turn(1.0, 9, 3, 4), turn(1.0), turn(1.0, 2, 3, 9)]
-    modes = figures(taken, alike, {OURS: OPENED, THEIRS: OPENED})["decoders"]["fp32"]["peer"]["modes"]
+    modes = figures(taken, alike, SETTINGS)["decoders"]["fp32"]["peer"]["modes"]
     assert modes[NGRAM]["differences"] == [{"prompt": "1", "token": 0}, {"prompt": "1", "token": 2}]
     assert modes[PLAIN]["differences"] == []
 
 
 def test_texts_are_not_compared_if_our_decoder_failed() -> None:
     taken = results()
-    taken.fail(OURS, PeerError("broke"))
+    del taken.turns[OURS]
+    taken.failed[OURS] = "broke"
     found = measured(taken)
     assert found["decoders"]["fp32"]["peer"]["modes"][PLAIN]["differences"] is None
     shown = markdown(found)
@@ -182,6 +183,18 @@ def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None
     assert [line for line in lines if "plain 3 of 3, ngram 2 of 3" in line]
 
 
+def test_the_same_mode_is_compared_where_both_have_a_second_model() -> None:
+    """Ours takes 1, 2 and 4 seconds, a peer's drafts 2, 6 and 8. Its best mode is another one."""
+    ours = {PLAIN: [turn(9.0)] * 3, DRAFT: [turn(1.0), turn(2.0), turn(4.0)]}
+    theirs = {PLAIN: [turn(3.0)] * 3, DRAFT: [turn(2.0), turn(6.0), turn(8.0)]}
+    found = figures(Results({OURS: ours, THEIRS: theirs}), QUESTIONS, SETTINGS)["ratios"]["fp32"]["peer"]
+    assert found["best_mode"] == PLAIN
+    assert found["same_mode"][DRAFT]["all"]["ratio"] == pytest.approx(16 / 7)
+    assert found["same_mode"][DRAFT]["kinds"]["y"]["ratio"] == pytest.approx(3.0)
+    alone = Results({OURS: {PLAIN: ours[PLAIN]}, THEIRS: theirs})
+    assert figures(alone, QUESTIONS, SETTINGS)["ratios"]["fp32"]["peer"]["same_mode"] == {}
+
+
 Measure = Callable[..., None]
 
 
@@ -218,7 +231,24 @@ def test_the_command_measures_what_works_and_fails_for_the_rest(
     assert (found["prompts"], found["new_tokens"]) == (2, 18)
 
 
-def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
+class Inside:
+    """A worker in this process."""
+
+    def __init__(self, opener: Opener) -> None:
+        self.decoder = opener()
+        self.modes, self.settings = self.decoder.modes, self.decoder.settings
+
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
+        return Turn(self.decoder.decode(mode, token_ids, count), 1.0, 1.0, 0.0)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_the_command_prints_tables_of_the_chosen_peers(
+    measure: Measure, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "Worker", Inside)
     measure("--peers", "counter", "other")
     out = capsys.readouterr().out
     assert "| counter | plain | 40.00 |\n| counter | ngram | 80.00 |\n| other |  | not measured |" in out
@@ -240,19 +270,3 @@ def test_bad_usage(measure: Measure, lyanna_bundle: Path, options: tuple[str, ..
     given = [str(lyanna_bundle) if option == "same" else option for option in options]
     with pytest.raises(UsageError, match=message):
         measure(*given)
-
-
-def test_the_same_mode_is_compared_where_both_have_a_second_model() -> None:
-    """Ours takes 1, 2 and 4 seconds, a peer's drafts 2, 6 and 8. Its best mode is another one."""
-    ours = {PLAIN: [turn(9.0)] * 3, DRAFT: [turn(1.0), turn(2.0), turn(4.0)]}
-    theirs = {PLAIN: [turn(3.0)] * 3, DRAFT: [turn(2.0), turn(6.0), turn(8.0)]}
-    results = Results({OURS: ours, THEIRS: theirs}, {})
-    opened = dict.fromkeys((OURS, THEIRS), OPENED)
-    found = figures(results, QUESTIONS, opened)["ratios"]["fp32"]["peer"]
-    assert found["best_mode"] == PLAIN
-    assert found["same_mode"][DRAFT]["all"]["ratio"] == pytest.approx(16 / 7)
-    assert found["same_mode"][DRAFT]["kinds"]["y"]["ratio"] == pytest.approx(3.0)
-    for modes in (ours, theirs):
-        left = {**results.turns, (OURS if modes is ours else THEIRS): {PLAIN: modes[PLAIN]}}
-        alone = figures(Results(left, {}), QUESTIONS, opened)["ratios"]["fp32"]["peer"]
-        assert alone["same_mode"] == {}

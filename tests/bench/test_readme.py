@@ -58,16 +58,13 @@ def test_the_command_replaces_what_is_between_the_markers(tmp_path: Path, monkey
         readme.main()
 
 
-@pytest.mark.parametrize("page", ["", BEGIN, f"{END}{BEGIN}"])
-def test_a_page_without_markers(page: str) -> None:
-    with pytest.raises(UsageError, match="no place for the table"):
-        placed(page, "")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"methods": ["one"]}', TEXT_SPEED, ONE_BOUND])
-def test_files_that_are_no_report(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_markers_and_files_that_are_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for page in ("", BEGIN, f"{END}{BEGIN}"):
+        with pytest.raises(UsageError, match="no place for the table"):
+            placed(page, "")
     path = tmp_path / "report.json"
-    path.write_text(text)
     monkeypatch.setattr(sys, "argv", ["readme", str(path)])
-    with pytest.raises(UsageError, match=r"is no JSON|has no figures of a report"):
-        readme.main()
+    for text in ("", "[]", "{}", '{"methods": ["one"]}', TEXT_SPEED, ONE_BOUND):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=r"is no JSON|has no figures of a report"):
+            readme.main()

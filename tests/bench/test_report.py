@@ -15,11 +15,10 @@ from tests.bench.runs import LOOP, TOKENS, make_generation, make_run
 
 from redraft.bench import report
 from redraft.bench.compare import Run, Settings
-from redraft.bench.report import Study, compared, pairs
+from redraft.bench.report import Study, by_depth, by_position, compared, estimates
 from redraft.bench.report_costs import drafter_sizes, matrix_products, training_of
-from redraft.bench.report_traces import by_depth, by_position, depths, estimates
 from redraft.errors import UsageError
-from redraft.runtime import SamplingParams
+from redraft.runtime import Budget, SamplingParams, SpeculationParams
 
 METHODS = ["first", "second"]
 
@@ -36,17 +35,14 @@ def run(number: int, accepted: tuple[int, int], rates: tuple[float, float], toke
 def test_differences_are_of_the_same_prompts() -> None:
     """τ is 1 + 12 / 6 and 1 + 6 / 6; prompts differ much, the two methods always by one token a step."""
     runs = [run(n, (6 + n, 12 + n), (100 + n, 200 + 2 * n)) for n in range(8)]
-    (pair,) = pairs(runs, METHODS)
-    assert (pair["method"], pair["than"]) == ("second", "first")
-    assert pair["tau"] == pytest.approx(1)
-    assert pair["tau_interval"] == pytest.approx((1, 1))
-    assert (pair["speed"], pair["separate"]) == (pytest.approx(2), True)
-
-
-def test_methods_that_win_by_turns_are_not_separate() -> None:
-    (pair,) = pairs([run(n, *(((12, 6), (200, 100)) if n % 2 else ((6, 12), (100, 200)))) for n in range(8)], METHODS)
-    assert pair["tau"] == pytest.approx(0)
-    assert pair["separate"] is False
+    (pair,) = compared(runs, METHODS, None)["pairs"]
+    assert pair == {
+        "method": "second", "than": "first", "tau": pytest.approx(1), "tau_interval": pytest.approx((1, 1)),
+        "speed": pytest.approx(2), "speed_interval": pytest.approx((2, 2)), "separate": True,
+    }  # fmt: skip
+    by_turns = [run(n, *(((12, 6), (200, 100)) if n % 2 else ((6, 12), (100, 200)))) for n in range(8)]
+    (pair,) = compared(by_turns, METHODS, None)["pairs"]
+    assert (pair["tau"], pair["separate"]) == (pytest.approx(0), False)
 
 
 def test_speed_is_of_the_time_of_a_token_and_loops_take_no_part() -> None:
@@ -57,8 +53,9 @@ def test_speed_is_of_the_time_of_a_token_and_loops_take_no_part() -> None:
     assert figures["speeds"]["first"] == {"all": speed, "a": speed}
     tau = {"tau": 2.0, "interval": (2.0, 2.0), "prompts": 8}
     assert figures["tokens_a_step"]["second"] == {"all": tau, "a": tau}
-    assert figures["pairs"][0]["speed"] == pytest.approx(1)
     assert figures["against"] == {}
+    nothing = compared([looping], METHODS, None)
+    assert (nothing["speeds"], nothing["pairs"]) == ({"first": {}, "second": {}}, [])
 
 
 def test_turns_of_a_conversation_are_one_prompt() -> None:
@@ -82,23 +79,21 @@ def test_figures_by_depth_are_of_the_chains(monkeypatch: pytest.MonkeyPatch, wit
     """Speeds are of the measured engines, depths of the engines for chains; a drafter that these lack has none."""
     engines: Any = SimpleNamespace(methods=("none", *METHODS))
     chains: Any = SimpleNamespace(methods=("none", "second"))
-    used: dict[str, Any] = {}
+    traced: dict[bool, Any] = {}
 
-    def compare(runtime: Any, *given: Any) -> list[Run]:
-        return used.setdefault("speed", runtime) and [run(1, (6, 6), (150, 150))]
+    def trace(runtime: Any, ids: Any, params: Any, how: SpeculationParams) -> tuple[list[str], list[int]]:
+        traced[how.budget == Budget(5, 5, 1)] = runtime
+        return [], []
 
-    def depths(runtime: Any, runs: Any, names: Any, *given: Any) -> dict[str, Any]:
-        return used.setdefault("depth", runtime) and {name: {} for name in names}
-
-    monkeypatch.setattr(report, "compare", compare)
-    monkeypatch.setattr(report, "depths", depths)
-    monkeypatch.setattr(report, "traced", lambda *given: {})
+    monkeypatch.setattr(report, "compare", lambda runtime, *given: [run(1, (6, 6), (150, 150))])
+    monkeypatch.setattr(report, "trace", trace)
     monkeypatch.setattr(report, "costs", lambda *given: {})
     bundle: Any = SimpleNamespace(manifest=SimpleNamespace(drafters={}))
     study = Study(engines, bundle, [], METHODS, Settings(SamplingParams()), chains if with_chains else None)
     found = study.measure(lambda line: None)
-    assert used == {"speed": engines, "depth": chains if with_chains else engines}
+    assert traced == {True: chains if with_chains else engines, False: engines}
     assert list(found["depths"]) == (["second"] if with_chains else METHODS)
+    assert (list(found["positions"]), found["estimates"]) == (METHODS, dict.fromkeys(METHODS))
 
 
 def test_a_baseline_is_one_of_the_methods() -> None:
@@ -109,37 +104,21 @@ def test_a_baseline_is_one_of_the_methods() -> None:
 
 
 def test_acceptance_and_misaligned_tokens_by_depth_worked_by_hand() -> None:
-    """Two drafts in the text 10 11 12 …: one is right, wrong, right by chance; the other is right and ends."""
+    """Two drafts in the text 10 11 12 …: one is right, wrong, right by chance; the other is right and ends.
+
+    Another text has no line, since it ends with its first token. The third's draft goes beyond its end.
+    """
     lines = [
         json.dumps({"request": 0, "prompt": [9], "first": 10}),
         json.dumps({"position": 1, "tokens": [10, 11, 99, 13]}),
         json.dumps({"table_ms": []}),
         json.dumps({"position": 2, "tokens": [11, 12]}),
     ]
-    found = by_depth([(lines, [9, 10, 11, 12, 13, 14])])
+    found = by_depth([(lines, [9, 10, 11, 12, 13, 14]), ([], [9, 10])])
     assert found["drafts"][:4] == [2, 1, 1, 0]
     assert found["conditional"] == [1.0, 0.0]
     assert found["misaligned"] == [0.0, 1.0, 0.0]
-
-
-def test_drafts_beyond_the_end_of_the_text_do_not_count() -> None:
-    lines = [json.dumps({"prompt": [9], "first": 10}), json.dumps({"position": 1, "tokens": [10, 11, 12]})]
-    assert by_depth([(lines, [9, 10, 11])])["drafts"][:2] == [1, 0]
-
-
-def test_a_text_that_ends_without_a_step_is_no_other_ones_text() -> None:
-    """The first prompt's output is one token, and no line. The second's draft is right."""
-    written = {(1,): ([7], []), (2,): ([8, 9], [{"prompt": [2], "first": 8}, {"position": 1, "tokens": [8, 9]}])}
-
-    def generate(prompts: list[list[int]], *_: object, trace: Any) -> list[Any]:
-        tokens, lines = written[tuple(prompts[0])]
-        trace.write("".join(json.dumps(one) + "\n" for one in lines))
-        return [SimpleNamespace(token_ids=tokens)]
-
-    runs: Any = [SimpleNamespace(token_ids=list(prompt), loops=False) for prompt in written]
-    engines: Any = SimpleNamespace(generate=generate)
-    found = depths(engines, runs, ["m"], Settings(SamplingParams()), lambda text: None)
-    assert found["m"]["conditional"] == [1.0]
+    assert by_depth([([json.dumps({"position": 1, "tokens": [10, 11, 12]})], [9, 10, 11])])["drafts"][:2] == [1, 0]
 
 
 def line(position: int, committed: list[int], accepted: int) -> str:
@@ -184,21 +163,16 @@ def test_products_are_those_of_every_use_of_a_matrix(tmp_path: Path) -> None:
 
 
 def test_training_of_a_drafter_is_of_the_folder_that_it_was_built_from(tmp_path: Path) -> None:
+    """A recipe's drafter has the recipe's folder."""
     training = {"step": 7, "spent": {"tokens": 800, "seconds": 9.0}}
     (tmp_path / "config.json").write_text(json.dumps({"training": training}))
     options = ("--drafter", f"one={tmp_path},width=1", "--drafter", "two=gone")
     manifest: Any = SimpleNamespace(name="other", options=options)
     assert training_of(manifest, "one") == {"steps": 7, "tokens": 800, "seconds": 9.0}
-    assert training_of(manifest, "two") is None
-    assert training_of(manifest, "three") is None
-
-
-def test_training_of_a_recipes_drafter_is_of_the_recipes_folder() -> None:
-    manifest: Any = SimpleNamespace(name="smollm2-135m", options=("--drafter", "all"))
-    assert training_of(manifest, "hass-long") == {
-        "steps": 400, "tokens": 432_580, "seconds": pytest.approx(882.7, abs=0.1),
-    }  # fmt: skip
-    assert training_of(manifest, "none of it") is None
+    assert training_of(manifest, "two") is training_of(manifest, "three") is None
+    recipe: Any = SimpleNamespace(name="smollm2-135m", options=("--drafter", "all"))
+    expected = {"steps": 400, "tokens": 432_580, "seconds": pytest.approx(882.7, abs=0.1)}
+    assert training_of(recipe, "hass-long") == expected
 
 
 def test_bytes_are_of_all_files_of_a_drafter_and_of_no_other_ones(tmp_path: Path) -> None:

@@ -59,29 +59,25 @@ def test_intervals_over_seeds_are_students() -> None:
     assert over_seeds([1.0])["interval"] is None
 
 
-def test_a_comparisons_table_has_its_finished_runs(tmp_path: Path) -> None:
-    found = read(tmp_path, RESULTS)
+def test_a_comparisons_table_has_its_finished_runs_and_welch_tests(tmp_path: Path) -> None:
+    """Of 2.0, 2.2 and 2.9, 3.0: t is 0.85 over √(0.02 / 2 + 0.005 / 2). A single seed has no test."""
+    three = [make_result("three", seed, tau, chain_tokens={"a": tau, "b": tau}) for seed, tau in enumerate((2.9, 3.0))]
+    found = read(tmp_path, [*RESULTS, *three], (*RUNS, "four"))
     assert (found["verifier"], found["schedule"]) == ("model", "s")
-    first, second = found["tables"][0]["rows"]
+    first, second, last = found["tables"][0]["rows"]
     assert (first["run"], first["tau"]["all"]["mean"], first["tau"]["all"]["seeds"]) == ("one", pytest.approx(2.6), 2)
     assert (second["run"], second["difference"]["mean"]) == ("two", pytest.approx(0.5))  # of the seed that both have
     assert [share["mean"] for share in found["runs"]["one"]["depths"]] == pytest.approx([0.6, 0.3])
     assert [share["seeds"] for share in found["runs"]["one"]["wide"]] == [2]
+    assert (first["welch"], second["welch"]) == ({}, {})
+    assert last["welch"]["a"]["t"] == pytest.approx(0.85 / 0.0125**0.5)
+    assert 0 < last["welch"]["a"]["p"] < 0.05
 
 
 def test_a_table_without_its_first_run_compares_with_no_other(tmp_path: Path) -> None:
     """A run keeps its place, so that a curve over passes has it at its number."""
     rows = read(tmp_path, RESULTS, ("three", "one", "two"))["tables"][0]["rows"]
     assert [(row["run"], row["place"], row["difference"]) for row in rows] == [("one", 2, None), ("two", 3, None)]
-
-
-def test_welch_tests_of_a_table_are_scipys(tmp_path: Path) -> None:
-    """Of 2.0, 2.2 and 2.9, 3.0: t is 0.85 over √(0.02 / 2 + 0.005 / 2). A single seed has no test."""
-    three = [make_result("three", seed, tau, chain_tokens={"a": tau, "b": tau}) for seed, tau in enumerate((2.9, 3.0))]
-    one, two, last = read(tmp_path, [*RESULTS, *three])["tables"][0]["rows"]
-    assert (one["welch"], two["welch"]) == ({}, {})
-    assert last["welch"]["a"]["t"] == pytest.approx(0.85 / 0.0125**0.5)
-    assert 0 < last["welch"]["a"]["p"] < 0.05
 
 
 def test_progress_is_over_kinds_then_seeds_of_the_steps_that_all_have(tmp_path: Path) -> None:
@@ -164,12 +160,12 @@ def test_times_of_a_drafts_parts_are_of_the_command_and_its_tables(tmp_path: Pat
     assert computed[1] == ["lyanna", "2.5000", "0.250"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"controllers": {"fixed": {}}}', '{"decoders": {"fp32": {}}}'])
 @pytest.mark.parametrize("reader", [read_controllers, read_peers, read_latency])
-def test_files_of_something_else(reader: Callable[[Path], dict[str, Any]], text: str, tmp_path: Path) -> None:
+def test_files_of_something_else(reader: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=r"is no JSON|has no"):
-        reader(path)
+    for text in ("", "[]", "{}", '{"controllers": {"fixed": {}}}', '{"decoders": {"fp32": {}}}'):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=r"is no JSON|has no"):
+            reader(path)
     with pytest.raises(UsageError, match="cannot read"):
         reader(tmp_path / "nowhere.json")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.bench.test_report import METHODS, run
 from tests.bench.test_report_inputs import RESULTS, latency, make_result, write_comparison
 
@@ -15,20 +14,13 @@ from redraft.bench.report import compared
 from redraft.bench.report_inputs import trained
 from redraft.bench.report_page import draw, write_page
 
-Page = Callable[..., tuple[str, dict[str, Any]]]
 
-
-@pytest.fixture
-def page(tmp_path: Path) -> Page:
-    """Writes a page with a comparison of these results. Returns its text, and the pictures by name."""
-
-    def write(results: Sequence[Any] = RESULTS, tables: dict[str, Any] | None = None, **changes: Any) -> Any:
-        comparison = trained([write_comparison(tmp_path / "comparison", results, **tables or {})])
-        found = {**figures(), "trained": comparison, **changes}
-        pictures = draw(found, "a title", tmp_path)
-        return write_page(found, pictures, tmp_path).read_text(encoding="utf-8"), pictures
-
-    return write
+def write(folder: Path, results: Sequence[Any], tables: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """Write a page with a comparison of these results. Returns its text, and the pictures by name."""
+    comparison = trained([write_comparison(folder / "comparison", results, **tables or {})])
+    found = {**figures(), "trained": comparison, **changes}
+    pictures = draw(found, "a title", folder)
+    return write_page(found, pictures, folder).read_text(encoding="utf-8"), pictures
 
 
 def figures() -> dict[str, Any]:
@@ -55,8 +47,8 @@ def figures() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_page_needs_no_other_file(page: Page) -> None:
-    text, pictures = page(controller="fixed", budget={"nodes": 9, "depth": 3, "width": 2})
+def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
+    text, pictures = write(tmp_path, RESULTS, controller="fixed", budget={"nodes": 9, "depth": 3, "width": 2})
     assert not re.search(r'(?:src|href)="(?!#)|url\((?!#)|<script|@import', text.replace("xlink:", ""))
     assert text.count("<svg") == len(pictures) == 8  # with the curve of the comparison's table
     ids = re.findall(r'\bid="([^"]+)"', text)
@@ -68,35 +60,28 @@ def test_the_page_needs_no_other_file(page: Page) -> None:
     assert all(path.stat().st_size > 1000 for some in pictures.values() for path in some)
 
 
-def test_runs_of_different_depths_keep_their_columns(page: Page) -> None:
-    results = [make_result("one", seed, 2.0, acceptance={"a": [0.375]}) for seed in range(2)]
-    text, _ = page([*results, make_result("two", 0, 2.0, wide={"a": [0.9375, 0.8125]})])
+def test_the_page_has_all_parts_that_other_commands_measured(tmp_path: Path) -> None:
+    """The parts of a draft, and of training: frequencies, depths of runs that differ, tests over seeds, progress.
+
+    The page takes a picture of progress by the place of its table, of those with rows.
+    """
+    one = [make_result("one", seed, 2.0 + seed / 5, acceptance={"a": [0.375]}) for seed in range(2)]
+    two = make_result("two", 0, 2.0, wide={"a": [0.9375, 0.8125]})
+    three = [make_result("three", seed, tau, chain_tokens={"a": tau, "b": tau}) for seed, tau in enumerate((9.0, 9.1))]
+    progress = [{"step": n, "chain_tokens": {"a": 1.5 + n}, "accuracy": {"a": 0.5}} for n in (10, 20)]
+    results = [{**result, "progress": progress} for result in (*one, two, *three)]
+    results[0]["frequencies"] = [(0.25, 0.9434), (1.0, 1.0)]
+    text, pictures = write(tmp_path, results, {"Empty": {"runs": ["gone"], "progress": True}}, latency=latency())
+    assert text.count("<svg") == len(pictures) == 11
+    assert {"frequencies", "logits", "progress-0"} <= set(pictures)
+    assert "94.3 % are among the most frequent\n25.0 % of the vocabulary" in text
+    assert "<td>eagle like chain<td>3.0000<td>0.300" in text
+    p = re.search(r"<b>([\d.]+)</b>", text)
+    assert p
+    assert float(p[1]) < 0.05
     (table,) = re.findall(r"<table><tr><th>run<th>acceptance 1.*?</table>", text, re.DOTALL)
     header, *rows = [re.split("<t[hd]>", row)[1:] for row in table.split("<tr>")[1:]]
     assert [cell.strip() for cell in header] == ["run", "acceptance 1", "acceptance 2", "among four 1", "among four 2"]
     figures_of = {row[0].strip(): [cell.strip()[:5] for cell in row[1:]] for row in rows}
     assert figures_of["one"][:2] == ["0.375", ""]
     assert figures_of["two"][2:] == ["0.938", "0.812"]
-
-
-def test_the_page_has_tests_over_seeds_and_a_picture_of_progress(page: Page) -> None:
-    """The page takes a picture by the place of its table, of those with rows."""
-    three = [make_result("three", seed, tau, chain_tokens={"a": tau, "b": tau}) for seed, tau in enumerate((9.0, 9.1))]
-    progress = [{"step": n, "chain_tokens": {"a": 1.5 + n}, "accuracy": {"a": 0.5}} for n in (10, 20)]
-    results = [{**one, "progress": progress} for one in (*RESULTS, *three)]
-    text, pictures = page(results, {"Empty": {"runs": ["gone"], "progress": True}})
-    assert "progress-0" in pictures
-    assert text.count("<svg") == len(pictures) == 9
-    p = re.search(r"<b>([\d.]+)</b>", text)
-    assert p
-    assert float(p[1]) < 0.05
-    assert "Welch" in text
-
-
-def test_the_page_has_frequencies_and_the_parts_of_a_draft(page: Page) -> None:
-    first = {**RESULTS[0], "frequencies": [(0.25, 0.9434), (1.0, 1.0)]}
-    text, pictures = page([first, *RESULTS[1:]], latency=latency())
-    assert {"frequencies", "logits"} <= set(pictures)
-    assert text.count("<svg") == len(pictures) == 10
-    assert "94.3 % are among the most frequent\n25.0 % of the vocabulary" in text
-    assert "<td>eagle like chain<td>3.0000<td>0.300" in text
