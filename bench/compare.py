@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -187,12 +186,20 @@ def compare(
         assert inexact is not None
         return decode(inexact, ids, PLAIN, settings)
 
-    def runs_of(prompt: BenchPrompt, order: Sequence[str]) -> Iterator[Run]:
-        return _turns(runtime, prompt, settings, lambda ids: {method: decode_by(method, ids) for method in order})
-
     kinds, all_methods = [prompt.kind for prompt in prompts], list(dict.fromkeys((PLAIN, *methods)))
     orders = in_turns(all_methods, kinds, lambda method: decode_by(method, first_turns[0]), progress)
-    return [run for prompt, order in zip(prompts, orders, strict=True) for run in runs_of(prompt, order)]
+    runs: list[Run] = []
+    for prompt, order in zip(prompts, orders, strict=True):
+        conversation = Conversation(runtime, settings.system) if settings.chat else None
+        for turn, text in enumerate(prompt.turns if conversation else prompt.turns[:1], start=1):
+            try:
+                ids = _asked(runtime, prompt, conversation, text, turn)
+            except ConversationTooLong:
+                break
+            runs.append(Run(prompt, ids, {method: decode_by(method, ids) for method in order}, turn))
+            if conversation:
+                conversation.answer(runs[-1].generations[PLAIN].text)
+    return runs
 
 
 def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings: Settings) -> Generation:
@@ -243,38 +250,18 @@ def speculation(method: str, settings: Settings) -> SpeculationParams:
 
 def first_turn(runtime: Runtime, prompt: BenchPrompt, settings: Settings) -> list[int]:
     """Return token ids of a prompt, or of the first turn of a chat."""
-    conversation = Conversation(runtime, settings.system) if settings.chat else None
-    with _named(f"prompt {prompt.id}"):
-        return conversation.ask(prompt.text) if conversation else runtime.encode(prompt.text)
+    return _asked(runtime, prompt, Conversation(runtime, settings.system) if settings.chat else None, prompt.text)
 
 
-def _turns(
-    runtime: Runtime,
-    prompt: BenchPrompt,
-    settings: Settings,
-    decode_by_all: Callable[[Sequence[int]], dict[str, Generation]],
-) -> Iterator[Run]:
-    """Yield a run of a prompt, or of every turn of a chat that fits the context."""
-    if not settings.chat:
-        ids = first_turn(runtime, prompt, settings)
-        yield Run(prompt, ids, decode_by_all(ids))
-        return
-    conversation = Conversation(runtime, settings.system)
-    for turn, text in enumerate(prompt.turns, start=1):
-        try:
-            with _named(f"prompt {prompt.id}, turn {turn}"):
-                ids = conversation.ask(text)
-        except ConversationTooLong:
-            return
-        run = Run(prompt, ids, decode_by_all(ids), turn)
-        conversation.answer(run.generations[PLAIN].text)
-        yield run
+def _asked(
+    runtime: Runtime, prompt: BenchPrompt, conversation: Conversation | None, text: str, turn: int = 0
+) -> list[int]:
+    """Return token ids of a text, or of the conversation that it continues.
 
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Begin the message of a UsageError with the name of the prompt."""
+    turn: its number, or 0. The message of a UsageError begins with the name of the prompt, and a chat's turn.
+    """
     try:
-        yield
+        return conversation.ask(text) if conversation else runtime.encode(text)
     except UsageError as error:
+        name = f"prompt {prompt.id}, turn {turn}" if conversation and turn else f"prompt {prompt.id}"
         raise type(error)(f"{name}: {error.message}", error.hint) from error

@@ -34,6 +34,7 @@ PLAIN_WANTED, SPECULATIVE_WANTED = 0.8, 0.9
 HOST_US_WANTED = 60.0
 COPY_BYTES, COPY_RUNS = 1 << 30, 8
 """Bytes of each end of a copy: launching copies and waiting for them takes less than a hundredth of the time."""
+CURVE_SECONDS = 3.0
 _TIMED_STEPS, _TIMED_ROUNDS = 24, 5
 _FORCED = "synthetic acceptance: speeds are real, texts are not"
 
@@ -50,7 +51,7 @@ class Load:
 
 def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, sections: Sections) -> None:
     """Measure the sections on time."""
-    curve = measure_curve(runtime.verifier, SIZES, seconds=3.0)
+    curve = measure_curve(runtime.verifier, SIZES, seconds=CURVE_SECONDS)
     sizes = {str(size): curve.table_ms[size] for size in SIZES if size <= curve.largest}
     sections.put("curve", {"kv_len": min(MEASURED_KV_LEN, runtime.verifier.max_model_len - 1), "ms": sizes})
     runs = compare(runtime, load.prompts, ["ngram"], Settings(load.params, load.size, load.forced))

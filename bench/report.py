@@ -83,10 +83,13 @@ class Study:
         temperatures = {}
         for temperature in TEMPERATURES:
             now = replace(self.settings, params=replace(self.settings.params, temperature=temperature))
-            runs = compare(
-                self.runtime, self.prompts, methods, now, _prefixed(progress, f"temperature {temperature:g}")
-            )
-            temperatures[f"{temperature:g}"] = {
+            name = f"{temperature:g}"
+
+            def report(line: str, name: str = name) -> None:
+                progress(f"temperature {name}: {line}")
+
+            runs = compare(self.runtime, self.prompts, methods, now, report)
+            temperatures[name] = {
                 "methods": summarise(runs, margin_finder(self.runtime, now.params)),
                 **compared(runs, methods, baseline),
             }
@@ -117,10 +120,6 @@ class Study:
             "estimates": {name: estimates(each) for name, each in lines.items()},
             "costs": costs(self.runtime, runs, self.methods),
         }
-
-
-def _prefixed(progress: Progress, prefix: str) -> Progress:
-    return lambda line: progress(f"{prefix}: {line}")
 
 
 def compared(runs: Sequence[Run], methods: Sequence[str], baseline: str | None) -> dict[str, Any]:

@@ -191,11 +191,10 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     """Return mean and 95 % interval of the mean over seeds (Student's t); no interval for a single seed."""
     from scipy import stats
 
-    mean = fmean(values)
-    if len(values) < 2 or not (error := float(stats.sem(values))):
-        return {"mean": mean, "interval": None, "seeds": len(values)}
-    low, high = map(float, stats.t.interval(CONFIDENCE, len(values) - 1, mean, error))
-    return {"mean": mean, "interval": (low, high), "seeds": len(values)}
+    interval = None
+    if len(set(values)) > 1:
+        interval = tuple(map(float, stats.ttest_1samp(values, 0).confidence_interval(CONFIDENCE)))
+    return {"mean": fmean(values), "interval": interval, "seeds": len(values)}
 
 
 def _welch(own: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, dict[str, float]]:

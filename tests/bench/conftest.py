@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from redraft.bench import gpu as gpu_bench
+from redraft.bench import gpu_speed
 from redraft.engines.gpu import Gpu
 
 OPTIONS = ("--max-new-tokens", "12", "--budget", "nodes=6,depth=2,width=3")
@@ -40,6 +41,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def measure(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """The command on one short prompt, given its other options."""
+
+    monkeypatch.setattr(gpu_speed, "CURVE_SECONDS", 0.1)
 
     def run(*options: str | Path) -> dict[str, Any]:
         given = ("--prompts", prompts, *options, *OPTIONS)

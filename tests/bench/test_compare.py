@@ -39,13 +39,6 @@ def test_every_turn_continues_the_plain_answers() -> None:
         expected += f"a:{run.generations[PLAIN].text};"
 
 
-def test_without_chat_a_prompt_is_its_first_turn_as_it_is() -> None:
-    runtime = make_runtime()
-    (run,) = compare(runtime, [TURNS], ["ngram"], Settings(PARAMS))
-    assert (runtime.tokenizer.decode(run.token_ids), run.turn) == ("one", 1)
-    assert run.generations["ngram"].token_ids == run.generations[PLAIN].token_ids
-
-
 def test_a_prompt_that_does_not_fit_is_named_before_anything_is_decoded() -> None:
     reports: list[str] = []
     for settings in (Settings(PARAMS), Settings(PARAMS, chat=True)):
@@ -69,14 +62,6 @@ def test_inexact_decoding_is_plain_decoding_by_the_other_runtime() -> None:
     assert run.generations[INEXACT].token_ids == alone.generations[PLAIN].token_ids
     assert run.generations[INEXACT].token_ids != run.generations[PLAIN].token_ids
     assert run.generations[INEXACT].metrics.num_draft_tokens == 0
-
-
-def test_a_run_loops_if_its_plain_output_does() -> None:
-    params = SamplingParams(max_tokens=64)
-    (run,) = compare(make_runtime(lambda tokens: 97), [TURNS], ["ngram"], Settings(params, acceptance=(0.5,)))
-    assert run.loops
-    (run,) = compare(make_runtime(letters), [TURNS], ["ngram"], Settings(params))
-    assert not run.loops
 
 
 def test_the_order_flips_within_each_kind_after_a_warm_up() -> None:

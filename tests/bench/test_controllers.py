@@ -54,15 +54,11 @@ def test_the_equations_worked_by_hand() -> None:
     one, four = figures([run()], WAYS)["equations"]
     assert four == {
         "gamma": 4, "alpha": 0.25, "target_ms": 2.0, "draft_ms": 0.5, "eq1_c": 4.0, "eq2_cost_ms": 24.0,
-        "eq3_steps": 6.0,
-        "eq4_target_calls": 6.0, "eq5_draft_calls": 24.0, "eq6_cost_ms": 24.0, "steps": 6, "drafted": 24,
-        "measured_ms": 60.0,
+        "eq3_steps": 6.0, "eq4_target_calls": 6.0, "eq5_draft_calls": 24.0, "eq6_cost_ms": 24.0, "steps": 6,
+        "drafted": 24, "measured_ms": 60.0,
     }  # fmt: skip
     assert (one["alpha"], one["eq3_steps"], one["eq1_c"]) == (0.5, 8.0, 2.0)
-
-
-def test_appendix_a() -> None:
-    length = figures([run()], WAYS)["controllers"]["fixed"]["lengths"]["4"]
+    length = figures([run()], WAYS)["controllers"]["fixed"]["lengths"]["4"]  # Appendix A
     shares = [length[key] for key in ("draft_acceptance_rate", "mean_draft_length", "mean_acceptance_length")]
     assert shares == [0.25, 4, 2]
 

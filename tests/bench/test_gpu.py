@@ -1,10 +1,12 @@
-"""The GPU measurement of engines, over the device path on the CPU."""
+"""The GPU measurement of engines, over the device path on the CPU: its sections, wrong tokens, and missing parts."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +21,7 @@ from redraft.bench import gpu as gpu_bench
 from redraft.bench import gpu_speed
 from redraft.bench.gpu import WrongTokens, check_reference
 from redraft.engines import open_bundle
+from redraft.engines.gpu import Gpu
 from redraft.errors import BackendError, BundleError, UsageError
 from redraft.runtime import Runtime, SpeculationParams, api
 from redraft.types import Budget
@@ -98,7 +101,15 @@ def test_every_section_on_cuda_without_pytorch(
 
 
 @pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No speed is measured, but its last section is there."""
+    monkeypatch.setattr(
+        gpu_bench, "measure_speed", lambda runtime, bundle, load, sections: sections.put("stages", load.size.nodes)
+    )
+
+
+@pytest.fixture
+def wrong(tokens_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that writes another fourth token."""
     generate = Runtime.generate
 
@@ -112,31 +123,25 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("wrong")
-@pytest.mark.parametrize("more", [(), ("--go-on",)])
 def test_a_wrong_token_is_an_error_after_all_was_written(
-    bundle: Path, tmp_path: Path, measure: Measure, more: tuple[str, ...]
+    bundle: Path, tmp_path: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error gives the host's margin at that place, which separates a near-tie from an error."""
     out = tmp_path / "engines.json"
-    with pytest.raises(WrongTokens, match=r"onnxruntime on cpu writes .* none: prompt p1, token 3"):
-        measure("--engines", bundle, "--device", "cpu", "--out", out, *more)
-    found = json.loads(out.read_text())
-    for method in METHODS:
-        (difference,) = found["tokens"][method]["differences"]
-        assert (difference["prompt"], difference["token"]) == ("p1", 3)
-        assert difference["logit_margin"] > 0
-        assert len(found["tokens"][method]["wrong"]) == 1
-    assert {"figures", "stages", "error"} <= set(found)
-
-
-@pytest.mark.usefixtures("wrong")
-def test_a_near_tie_is_reported_without_an_error(
-    bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    for more in ((), ("--go-on",)):
+        with pytest.raises(WrongTokens, match=r"onnxruntime on cpu writes .* none: prompt p1, token 3"):
+            measure("--engines", bundle, "--device", "cpu", "--out", out, *more)
+        found = json.loads(out.read_text())
+        for method in METHODS:
+            (difference,) = found["tokens"][method]["differences"]
+            assert (difference["prompt"], difference["token"]) == ("p1", 3)
+            assert difference["logit_margin"] > 0
+            assert len(found["tokens"][method]["wrong"]) == 1
+        assert {"stages", "error"} <= set(found)
     monkeypatch.setattr(gpu_bench, "NEAR_TIES", {"fp32": 1e9})
     found = measure("--engines", bundle, "--device", "cpu")["tokens"]
     assert [len(found[method]["differences"]) for method in METHODS] == [1, 1, 1]
-    assert all(not found[method]["wrong"] for method in METHODS)
+    assert not any(found[method]["wrong"] for method in METHODS)
 
 
 def labelled(bundle: Path, **changes: object) -> Any:
@@ -158,6 +163,7 @@ def test_random_weights_are_not_compared(bundle: Path, measure: Measure, monkeyp
     assert found["figures"]["labelled"].startswith("random weights (the verifier): ")
 
 
+@pytest.mark.usefixtures("tokens_alone")
 def test_engines_of_tensorrt_are_compared_with_a_reference(
     bundle: Path, tmp_path: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,15 +189,16 @@ def test_engines_of_tensorrt_are_compared_with_a_reference(
 
 
 def test_a_build_that_fails_is_an_error_in_the_report(
-    tmp_path: Path, measure: Measure, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    failed = subprocess.CompletedProcess("", 2, stderr="a line\nredraft: error: no model 'nothing'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *given, **options: failed)
     out = tmp_path / "engines.json"
     given = ("--engines", tmp_path / "none", "--device", "cpu", "--build", "nothing", "--out", out)
     with pytest.raises(BackendError, match=r"`redraft build nothing .* failed: redraft: error: no model 'nothing'"):
         measure(*given)
     assert "no model 'nothing'" in json.loads(out.read_text())["error"]
-    found = measure(*given, "--go-on")
-    assert "no model 'nothing'" in found["error"]
+    assert "no model 'nothing'" in measure(*given, "--go-on")["error"]
     assert "not measured: BackendError: `redraft build nothing" in capsys.readouterr().err
 
 
@@ -200,27 +207,80 @@ def test_an_error_is_no_reason_to_skip(tmp_path: Path, measure: Measure) -> None
         measure("--engines", tmp_path / "none", "--device", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"weights": {"model.safetensors": "1" * 64}}, "the reference is of another model: expected the weights of"),
-        ({"random_weights": True}, "the reference is of another model"),
-        ({"weights": {}}, "the reference is of another model"),
-        ({"source": "elsewhere"}, None),
-    ],
-)
-def test_a_reference_of_another_model_is_refused(bundle: Path, changes: dict[str, Any], message: str | None) -> None:
+def test_a_reference_of_another_model_is_refused(bundle: Path) -> None:
     """The same weights under another name are the same model."""
     manifest = open_bundle(bundle, verify=False).manifest
-    other = replace(manifest, model=replace(manifest.model, **changes))
-    if message is None:
-        check_reference(manifest, other)
-        return
-    with pytest.raises(UsageError, match=message):
-        check_reference(manifest, other)
+    check_reference(manifest, replace(manifest, model=replace(manifest.model, source="elsewhere")))
+    for changes in ({"weights": {"model.safetensors": "1" * 64}}, {"random_weights": True}, {"weights": {}}):
+        changed: Any = changes
+        with pytest.raises(UsageError, match="the reference is of another model: expected the weights of"):
+            check_reference(manifest, replace(manifest, model=replace(manifest.model, **changed)))
 
 
-def test_a_reference_that_the_host_cannot_run_is_refused(bundle: Path) -> None:
-    manifest = open_bundle(bundle, verify=False).manifest
-    with pytest.raises(UsageError, match="the reference is for tensorrt"):
-        check_reference(manifest, replace(manifest, backend="tensorrt"))
+def test_without_a_gpu_the_report_gives_the_reason(
+    bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gpu() -> Gpu:
+        raise BackendError("the CUDA driver sees no GPU")
+
+    monkeypatch.setattr(gpu_bench, "find_gpu", no_gpu)
+    assert measure("--engines", bundle) == {"skipped": "the CUDA driver sees no GPU"}
+    assert gpu_bench.missing("onnxruntime") == gpu_bench.missing("tensorrt") == "the CUDA driver sees no GPU"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.skipif(gpu_bench.missing("tensorrt") is None, reason="TensorRT is here")
+def test_packages_are_checked_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "install onnxruntime-gpu" in str(gpu_bench.missing("onnxruntime"))
+    assert str(gpu_bench.missing("tensorrt")).startswith("not installed: ")
+    absent: list[str] = ["tensorrt"]
+
+    def find(name: str) -> Any:
+        if name in absent and name == "cuda.bindings":
+            raise ModuleNotFoundError("No module named 'cuda'")
+        return None if name in absent else object()
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setattr(gpu_bench, "execution_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    assert gpu_bench.missing("tensorrt") == "not installed: tensorrt"
+    absent[:] = ["cuda.bindings"]
+    assert gpu_bench.missing("tensorrt") == gpu_bench.missing("onnxruntime") == "not installed: cuda.bindings"
+    absent.clear()
+    assert gpu_bench.missing("tensorrt") is gpu_bench.missing("onnxruntime") is None
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        (("--gpu-gib", "8.5"), "8.5 GiB of GPU memory needed, Small GPU has 8.0 free"),
+        (("--disk-gib", "1e6"), "1000000.0 GiB of disk needed for the engines"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_not_built(
+    tmp_path: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch, needs: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(gpu_bench, "missing", lambda backend: None)
+    monkeypatch.setattr(subprocess, "run", lambda *given, **options: pytest.fail("something was built"))
+    given = ("--engines", tmp_path / "none", "--build", "vicuna-7b", "--backend", "onnxruntime")
+    assert measure(*given, *needs)["skipped"].startswith(message)
+
+
+@pytest.mark.usefixtures("tokens_alone")
+def test_a_bundle_is_built_with_the_given_options(
+    bundle: Path, tmp_path: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def build(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        shutil.copytree(bundle, command[command.index("-o") + 1], copy_function=os.link)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", build)
+    out = tmp_path / "built"
+    given = ("--engines", out, "--device", "cpu", "--build", "vicuna-7b")
+    found = measure(*given, "--backend", "onnxruntime", "--weights", "random")
+    assert asked[0][1:] == ["build", "vicuna-7b", "-o", str(out), "--backend", "onnxruntime", "--weights", "random"]
+    assert Path(asked[0][0]).is_file()
+    assert found["tokens"]["lyanna"]["wrong"] == []

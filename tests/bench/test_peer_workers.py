@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from multiprocessing import Pipe, get_context
 from pathlib import Path
@@ -13,17 +13,7 @@ import pytest
 from tests.standins import peers
 
 from redraft.bench.peers import worker as workers
-from redraft.bench.peers.base import (
-    NGRAM,
-    PLAIN,
-    RECORD,
-    Decoder,
-    PeerError,
-    PeerModel,
-    PeerSource,
-    converted,
-    run_tool,
-)
+from redraft.bench.peers.base import NGRAM, PLAIN, RECORD, PeerError, PeerModel, PeerSource, converted, run_tool
 from redraft.bench.peers.llamacpp import gguf_file
 from redraft.bench.peers.openvino import convert as convert_openvino
 from redraft.bench.peers.worker import Turn, Worker, answer_requests
@@ -31,27 +21,18 @@ from redraft.bench.peers.worker import Turn, Worker, answer_requests
 MODEL = PeerModel(Path("none"), "fp32", threads=2, context=9)
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[[Callable[[PeerModel], Decoder]], Worker]]:
-    """Starts a worker that ends with the test."""
-    started: list[Worker] = []
-
-    def worker(open_model: Callable[[PeerModel], Decoder]) -> Worker:
-        started.append(Worker(partial(open_model, MODEL)))
-        return started[-1]
-
-    yield worker
-    for each in started:
-        each.close()
+def start(decoder: type[peers.Counter]) -> closing[Worker]:
+    """Start a worker that is closed at the end."""
+    return closing(Worker(partial(decoder, MODEL)))
 
 
-def test_a_worker_decodes_and_its_prints_are_not_figures(
-    start: Callable[..., Worker], capfd: pytest.CaptureFixture[str]
-) -> None:
-    worker = start(peers.Counter)
-    assert (worker.modes, worker.settings) == ((PLAIN, NGRAM), {"threads": 2, "context": 9})
-    assert worker.decode(PLAIN, [4, 5], 3).decoded.token_ids == (6, 7, 8)
-    worker.close()
+def test_a_worker_decodes_and_its_prints_are_not_figures(capfd: pytest.CaptureFixture[str]) -> None:
+    """A text of another length is an error."""
+    with start(peers.Counter) as worker:
+        assert (worker.modes, worker.settings) == ((PLAIN, NGRAM), {"threads": 2, "context": 9})
+        assert worker.decode(PLAIN, [4, 5], 3).decoded.token_ids == (6, 7, 8)
+        with pytest.raises(PeerError, match="expected 21 new tokens, found 20"):
+            worker.decode(PLAIN, [1], 21)
     out, err = capfd.readouterr()
     assert out == ""
     assert "decoding" in err
@@ -86,30 +67,24 @@ def test_processor_time_between_turns_shows() -> None:
     assert max(turn.cpu_seconds for turn in pipe.turns) < BusyPipe.BUSY
 
 
-def test_a_decoder_that_cannot_be_opened_says_why(start: Callable[..., Worker]) -> None:
+def test_a_decoder_that_cannot_be_opened_says_why() -> None:
     with pytest.raises(PeerError, match=r"^RuntimeError: no such model$"):
-        start(peers.refused)
+        Worker(partial(peers.refused, MODEL))
 
 
-def test_a_process_that_ends_is_an_error_now_and_later(start: Callable[..., Worker]) -> None:
-    worker = start(peers.Crashing)
-    for _ in range(2):
-        with pytest.raises(PeerError, match="its process ended with status 3"):
-            worker.decode(PLAIN, [1], 3)
+def test_a_process_that_ends_is_an_error_now_and_later() -> None:
+    with start(peers.Crashing) as worker:
+        for _ in range(2):
+            with pytest.raises(PeerError, match="its process ended with status 3"):
+                worker.decode(PLAIN, [1], 3)
 
 
-def test_a_text_of_another_length_is_an_error(start: Callable[..., Worker]) -> None:
-    with pytest.raises(PeerError, match="expected 3 new tokens, found 2"):
-        start(peers.Short).decode(PLAIN, [1], 3)
-
-
-def test_a_worker_that_takes_too_long_is_ended(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = start(peers.Slow)
-    monkeypatch.setattr(workers, "LONGEST_SECONDS", 0.1)
-    with pytest.raises(PeerError, match="no answer in 0 seconds"):
-        worker.decode(PLAIN, [1], 3)
-    with pytest.raises(PeerError, match="its process ended with status -15"):
-        worker.decode(PLAIN, [1], 3)
+def test_a_worker_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start(peers.Slow) as worker:
+        monkeypatch.setattr(workers, "LONGEST_SECONDS", 0.1)
+        for reason in ("no answer in 0 seconds", "its process ended with status -15"):
+            with pytest.raises(PeerError, match=reason):
+                worker.decode(PLAIN, [1], 3)
 
 
 def test_an_interrupt_ends_the_program_that_a_worker_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +160,14 @@ def test_openvino_needs_its_exporter(tmp_path: Path) -> None:
         convert_openvino(PeerSource(tmp_path, tmp_path / "optimum-cli"), "int4", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("import sys; print('no'); sys.exit('first\\n last')", "failed: last"),
-        ("print('only line'); exit(1)", "failed: only line"),
-        ("exit(4)", "failed: exit status 4"),
-    ],
-)
-def test_a_converter_that_fails_is_one_line(program: str, reason: str) -> None:
-    with pytest.raises(PeerError) as caught:
-        run_tool([sys.executable, "-c", program])
-    assert str(caught.value).endswith(reason)
-    assert "\n" not in str(caught.value)
+def test_a_converter_that_fails_is_one_line() -> None:
+    programs = {
+        "import sys; print('no'); sys.exit('first\\n last')": "failed: last",
+        "print('only line'); exit(1)": "failed: only line",
+        "exit(4)": "failed: exit status 4",
+    }
+    for program, reason in programs.items():
+        with pytest.raises(PeerError) as caught:
+            run_tool([sys.executable, "-c", program])
+        assert str(caught.value).endswith(reason)
+        assert "\n" not in str(caught.value)

@@ -24,10 +24,9 @@ def test_kinds_take_turns_and_limit_counts_by_kind(tmp_path: Path) -> None:
     assert [p.id for p in load_prompts([code, prose], limit=1)] == ["c0", "p0"]
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_leaves_prompts(tmp_path: Path, limit: int) -> None:
-    with pytest.raises(UsageError, match=f"a limit of {limit} leaves no prompt"):
-        load_prompts([write(tmp_path / "c.jsonl", {"turns": ["x"]})], limit)
+def test_a_limit_leaves_prompts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a limit of 0 leaves no prompt"):
+        load_prompts([write(tmp_path / "c.jsonl", {"turns": ["x"]})], 0)
 
 
 @pytest.mark.parametrize(("name", "row"), [("all", {}), ("c", {"category": "all"})])
@@ -35,12 +34,6 @@ def test_no_kind_has_the_name_of_all_kinds(tmp_path: Path, name: str, row: dict[
     file = write(tmp_path / f"{name}.jsonl", {"turns": ["x"], **row})
     with pytest.raises(DataError, match=r"l, line 1: the kind 'all' stands for all kinds together; rename"):
         load_prompts([file])
-
-
-def test_a_path_through_a_file_cannot_be_read(tmp_path: Path) -> None:
-    file = write(tmp_path / "c.jsonl", {"turns": ["x"]})
-    with pytest.raises(UsageError, match=r"cannot read .*c.jsonl/x: Not a directory"):
-        load_prompts([file / "x"])
 
 
 def test_first_turn_is_the_text_and_the_file_names_the_kind(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 from tests.bench.runs import LOOP, TOKENS, make_generation, make_run
 
 from redraft.bench.compare import Run, Totals
-from redraft.bench.summary import achieved, break_even, describe_break_even, speed_bound, summarise, table
+from redraft.bench.summary import achieved, break_even, describe_break_even, summarise, table
 from redraft.runtime import Generation
 
-SHORT = (1, 2)
 Pair = tuple[Generation, Generation]
 loop = partial(make_generation, tokens=LOOP)
 
@@ -97,7 +96,7 @@ def test_an_interval_needs_six_prompts_whatever_their_turns() -> None:
     """The turns of one chat are one sample."""
     six = [(make_generation(), make_generation(200.0))] * 6
     found = summarise(runs(*six, kinds="aaaaab"), unused)
-    assert found["ngram"]["speedup_interval"] == [2.0, 2.0]
+    assert found["ngram"]["speedup_interval"] == (2.0, 2.0)
     assert found["ngram"]["kinds"]["a"]["speedup_interval"] is None
     rows = {row[1]: row for row in table(found) if row[0] == "ngram"}
     assert (rows["all"][4], rows["a"][4]) == ("2.00 to 2.00", "-")
@@ -116,18 +115,15 @@ def test_the_table_notes_that_every_output_loops(synthetic: bool) -> None:
 
 
 def test_outputs_too_short_to_time_are_left_out_and_do_not_loop() -> None:
-    short = (make_generation(tokens=SHORT), make_generation(900.0, tokens=SHORT))
+    short = (make_generation(tokens=(1, 2)), make_generation(900.0, tokens=(1, 2)))
     figures = summarise(runs((make_generation(), make_generation(300.0)), short), unused)
     assert (figures["ngram"]["prompts"], figures["ngram"]["speedup"]) == (1, 3.0)
     (row,) = (row for row in table(summarise(runs(short), unused)) if row[:2] == ["ngram", "all, not looping"])
     assert row[-3:] == ["0", "0 of 1", "yes"]
 
 
-def test_kinds_are_apart_and_synthetic_runs_labelled() -> None:
-    pairs = [(make_generation(), make_generation(rate)) for rate in (200.0, 200.0, 200.0, 500.0)]
-    figures = summarise(runs(*pairs), unused)["ngram"]
-    assert {kind: part["speedup"] for kind, part in figures["kinds"].items()} == {"a": 2.0, "b": 5.0}
-    forced = summarise(runs(*pairs), unused, synthetic=True)
+def test_synthetic_runs_are_labelled() -> None:
+    forced = summarise(runs((make_generation(), make_generation(200.0))), unused, synthetic=True)
     assert forced["ngram"]["synthetic_acceptance"] is True
     assert forced["ngram"]["identical_to_plain"] is None
     assert "synthetic_acceptance" not in forced["none"]
@@ -136,7 +132,6 @@ def test_kinds_are_apart_and_synthetic_runs_labelled() -> None:
 
 def test_share_of_the_bound() -> None:
     """Three steps of 3 nodes and one of 1: t(n) is the mean of their costs."""
-    assert speed_bound(3.0, 2.0, 2.5, 0.5) == 2.0
     drafted = make_generation(150.0, 4, 4, 4, draft_ms=2.0, sizes=(0, 1, 0, 3))
     found = achieved([make_run(lyanna=drafted)], "lyanna", (0.0, 1.4, 2.0, 2.2))
     assert found["verification_ms"] == {"one": 1.4, "step": pytest.approx(2.0)}
@@ -157,10 +152,3 @@ def test_drafts_pay_above_a_share_that_their_measured_costs_give() -> None:
         "drafts of 2.0 tokens, each 0.30 times a plain step: they pay if more than 50 % are accepted; 62 % were"
     )
     assert break_even(plain, plain) == {}
-
-
-def test_the_measured_share_decides_what_is_faster() -> None:
-    """Ten tokens accepted of twenty are exactly as fast as plain decoding if half of them must be."""
-    plain = Totals.of([make_generation(steps=20, verify_ms=200.0)])
-    other = Totals.of([make_generation(steps=10, drafted=20, accepted=10, draft_ms=60.0, verify_ms=140.0)])
-    assert break_even(plain, other)["drafts_pay_above"] == pytest.approx(0.5)

@@ -17,8 +17,12 @@ SECONDS = {PLAIN: 0.2, NGRAM: 0.1}
 """Of a decoded text, by mode."""
 
 
+LONGEST = 20
+"""Tokens of a decoded text at most."""
+
+
 class Counter:
-    """Counts on from the last token, and prints, as libraries do."""
+    """Counts on from the last token, prints, as libraries do, and ends a long text early."""
 
     modes = (PLAIN, NGRAM)
 
@@ -28,15 +32,7 @@ class Counter:
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """Return `count` tokens in the mode's time."""
         print("decoding")
-        return Decoded(tuple(token_ids[-1] + 1 + i for i in range(count)), SECONDS[mode])
-
-
-class Short(Counter):
-    """Ends a text early."""
-
-    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
-        """Return a token less."""
-        return super().decode(mode, token_ids, count - 1)
+        return Decoded(tuple(token_ids[-1] + 1 + i for i in range(min(count, LONGEST))), SECONDS[mode])
 
 
 class Crashing(Counter):
