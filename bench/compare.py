@@ -47,9 +47,14 @@ class Run:
     turn: int = 1
 
     @property
+    def answer(self) -> tuple[int, ...]:
+        """The plain output."""
+        return self.generations[PLAIN].token_ids
+
+    @property
     def loops(self) -> bool:
         """True if the plain output ends in a loop."""
-        return loops(self.generations[PLAIN].token_ids)
+        return loops(self.answer)
 
     @property
     def timed(self) -> bool:

@@ -7,6 +7,7 @@ adaptive controller has no first length and decodes once. The baseline is `fixed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -50,8 +51,7 @@ def figures(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
     Outputs that are too short to time take no part, nor do those that end in a loop, which speculation predicts.
     """
     timed = [run for run in runs if run.timed and not run.loops]
-    pairs = [(run.generations[PLAIN], one) for run in runs for one in run.generations.values()]
-    differing = sum(plain.token_ids != one.token_ids for plain, one in pairs)
+    differing = sum(one.token_ids != run.answer for run in runs for one in run.generations.values())
     counts = {"outputs": len(runs), "timed": len(timed), "differing_outputs": differing}
     if not timed:
         return {**counts, "controllers": {}, "kinds": {}, "equations": []}
@@ -75,7 +75,7 @@ def _controllers(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
         lengths = {str(length): _of_a_length(totals_of(runs, way)) for length, way in own.items()}
         rates = [one["tokens_per_second"] for one in lengths.values()]
         over_plain, over_fixed, over_best = (
-            times_as_fast(runs, [*own.values()], base)._asdict()
+            asdict(times_as_fast(runs, [*own.values()], base))
             for base in ([PLAIN], [*fixed_ways.values()], [fixed_ways[best]])
         )
         controllers[name] = {

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,8 @@ def uniform_numbers(probs: FloatArray, tokens: IntArray, shares: FloatArray) -> 
 
 
 def _bins(numbers: FloatArray, count: int) -> IntArray:
-    return np.minimum((numbers * count).astype(np.int64), count - 1)
+    bins: IntArray = np.minimum((numbers * count).astype(np.int64), count - 1)
+    return bins
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Draws:
     ) -> None:  # fmt: skip
         """Draw in one text, at up to `most` positions with a kind of tree."""
         plain = self.method == NONE
-        how = {} if plain else {"budget": self.budget, "controller": ADAPTIVE}
+        how: dict[str, Any] = {} if plain else {"budget": self.budget, "controller": ADAPTIVE}
         cycle, (seq,) = runtime.cycle([prompt], params, SpeculationParams(self.method, **how))
         adaptive = seq.speculation
         fixed = adaptive if plain else replace(adaptive, controller=FixedBudget(self.budget))

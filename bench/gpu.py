@@ -156,7 +156,7 @@ def compared(
     near = max(NEAR_TIES.get(each, math.inf) for each in (manifest.precision, precision))
     figures: dict[str, Any] = {"reference": {"bundle": str(path), "precision": precision}}
     for method, outputs in texts.items():
-        differences = []
+        differences: list[dict[str, Any]] = []
         for prompt, output, plain in zip(prompts, outputs, expected, strict=True):
             token, margins = first_difference(output, plain.token_ids), plain.logit_margins or ()
             if token is not None:  # past the end of either text, there is no margin

@@ -191,7 +191,7 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     """Return mean and 95 % interval of the mean over seeds (Student's t); no interval for a single seed."""
     from scipy import stats
 
-    interval = None
+    interval: tuple[float, ...] | None = None
     if len(set(values)) > 1:
         interval = tuple(map(float, stats.ttest_1samp(values, 0).confidence_interval(CONFIDENCE)))
     return {"mean": fmean(values), "interval": interval, "seeds": len(values)}

@@ -37,7 +37,8 @@ class Timing(NamedTuple):
     seconds: float
 
 
-class Speedup(NamedTuple):
+@dataclass(frozen=True)
+class Speedup:
     """The speed of one way of decoding over another: `rate` / `base_rate`.
 
     interval: of the ratio, over clusters of runs; None for too few.

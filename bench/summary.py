@@ -44,7 +44,7 @@ def summarise(runs: Sequence[Run], margin_of: MarginOf, synthetic: bool = False)
 
 def difference(run: Run, method: str, margin_of: MarginOf) -> dict[str, Any] | None:
     """Return the first token that differs from plain decoding, and its logit margin; None if all are equal."""
-    token = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
+    token = first_difference(run.answer, run.generations[method].token_ids)
     if token is None:
         return None
     margin = None if method == INEXACT else margin_of(run, token)  # inexact decoding promises no text

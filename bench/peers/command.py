@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prompts = load_prompts(options.prompts, options.limit)
     with Runtime.open(options.engines[0], threads=options.threads) as runtime:
         questions = make_questions(runtime, prompts, options.max_new_tokens, options.chat, options.system)
-    context = max(len(question.token_ids) + question.count for question in questions)
+    context = max(len(question.token_ids) + len(question.answer) for question in questions)
     with ExitStack() as stack:
         keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers: dict[Key, Worker] = {}

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import compress
 from typing import Any
 
 from redraft.bench.command import markdown_table
+from redraft.bench.compare import Run
 from redraft.bench.peers.base import DRAFT, PLAIN
 from redraft.bench.peers.ours import NAME
-from redraft.bench.peers.turns import Key, Question, Results
+from redraft.bench.peers.turns import Key, Results
 from redraft.bench.peers.worker import Turn
 from redraft.bench.prompts import ALL
-from redraft.bench.statistics import first_difference, interval_text, loops, rate_of, rate_text, ratio_text, speedup
+from redraft.bench.statistics import first_difference, interval_text, rate_of, rate_text, ratio_text, speedup
 
 TITLES = {"int8": "8 bits", "int4": "4 bits"}
 
 
-def figures(
-    results: Results, questions: Sequence[Question], settings: Mapping[Key, Mapping[str, Any]]
-) -> dict[str, Any]:
+def figures(results: Results, questions: Sequence[Run], settings: Mapping[Key, Mapping[str, Any]]) -> dict[str, Any]:
     """Return all figures as JSON: `decoders` and `ratios` by precision and name, and what was decoded."""
     precisions = dict.fromkeys(key.precision for key in results.turns)
     keys = {precision: [key for key in results.turns if key.precision == precision] for precision in precisions}
     return {
         "prompts": len(questions),
-        "new_tokens": sum(question.count for question in questions),
-        "looping_answers": sum(loops(question.answer) for question in questions),
+        "new_tokens": sum(len(question.answer) for question in questions),
+        "looping_answers": sum(question.loops for question in questions),
         "decoders": {
             precision: {
                 key.name: {"settings": dict(settings[key]), **_decoder(results, questions, key)} for key in some
@@ -42,7 +42,7 @@ def figures(
     }
 
 
-def _decoder(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any]:
+def _decoder(results: Results, questions: Sequence[Run], key: Key) -> dict[str, Any]:
     """Return a decoder's figures.
 
     busy_threads: processor time over time, while it decodes.
@@ -64,14 +64,14 @@ def _decoder(results: Results, questions: Sequence[Question], key: Key) -> dict[
     }
 
 
-def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
+def _differences(questions: Sequence[Run], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
     """Return an entry for each output that differs from our plain one: its prompt, and the first token that differs."""
     tokens = [first_difference(a.decoded.token_ids, b.decoded.token_ids) for a, b in zip(plain, turns, strict=True)]
     listed = zip(questions, tokens, strict=True)
     return [{"prompt": question.prompt.id, "token": token} for question, token in listed if token is not None]
 
 
-def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:
+def _ratios(results: Results, questions: Sequence[Run], key: Key) -> dict[str, Any] | None:
     """Return how many times as fast ours is as a peer's best mode on the same prompts.
 
     same_mode: of the peer's drafts by a second model over ours.
@@ -89,7 +89,7 @@ def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[s
     }
 
 
-def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Question]) -> dict[str, Any]:
+def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Run]) -> dict[str, Any]:
     """Return ratios with intervals (`speedup`): over `all` prompts, those whose answer does not loop, and by kind.
 
     `not_looping` is None if every answer loops.
@@ -97,12 +97,12 @@ def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Que
 
     def over(chosen: Sequence[bool]) -> dict[str, Any] | None:
         timings = ([turn.decoded.timing for turn in compress(side, chosen)] for side in (theirs, ours))
-        return speedup(*timings)._asdict() if any(chosen) else None
+        return asdict(speedup(*timings)) if any(chosen) else None
 
     kinds = [question.prompt.kind for question in questions]
     return {
         ALL: over([True] * len(questions)),
-        "not_looping": over([not loops(question.answer) for question in questions]),
+        "not_looping": over([not question.loops for question in questions]),
         "kinds": {kind: over([kind == each for each in kinds]) for kind in sorted(set(kinds))},
     }
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from redraft.bench.compare import FEWEST_TOKENS, Progress, Settings, compare, in_turns
-from redraft.bench.compare import PLAIN as OUR_PLAIN
+from redraft.bench.compare import FEWEST_TOKENS, Progress, Run, Settings, compare, in_turns
 from redraft.bench.peers.base import PeerError
 from redraft.bench.peers.worker import Turn, Worker
 from redraft.bench.prompts import BenchPrompt
@@ -30,23 +29,6 @@ class Key(NamedTuple):
         return f"{self.name} {self.precision}"
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt, and the number of tokens with which every decoder continues it.
-
-    answer: our plain continuation, which ends at an end token or at the largest number of new tokens.
-    """
-
-    prompt: BenchPrompt
-    token_ids: Sequence[int]
-    answer: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """New tokens of every decoder."""
-        return len(self.answer)
-
-
 @dataclass
 class Results:
     """Turns by decoder and mode, one for each question. Decoders that failed have none, but a reason."""
@@ -57,35 +39,33 @@ class Results:
 
 def make_questions(
     runtime: Runtime, prompts: Sequence[BenchPrompt], max_new_tokens: int, chat: bool, system: str | None
-) -> tuple[Question, ...]:
+) -> list[Run]:
     """Return the first turns of prompts with our plain answers, without those of under FEWEST_TOKENS tokens.
 
+    An answer ends at an end token or at the largest number of new tokens. Every decoder writes as many.
     chat: True puts each prompt into the bundle's chat template, after the message `system` if there is one.
     Raises UsageError naming a prompt that fills the context, and DataError if no answer is long enough.
     """
     first_turns = [replace(prompt, later_turns=()) for prompt in prompts]
     settings = Settings(SamplingParams(max_tokens=max_new_tokens), chat=chat, system=system)
-    runs = compare(runtime, first_turns, (), settings)
-    questions = tuple(
-        Question(run.prompt, run.token_ids, run.generations[OUR_PLAIN].token_ids) for run in runs if run.timed
-    )
+    questions = [run for run in compare(runtime, first_turns, (), settings) if run.timed]
     if not questions:
         raise DataError(f"no answer has {FEWEST_TOKENS} tokens", "give other prompts, or a larger --max-new-tokens")
     return questions
 
 
-def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Question], progress: Progress) -> Results:
+def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Run], progress: Progress) -> Results:
     """Decode every question by every decoder in each of its modes, after a warm-up on the first question."""
     results = Results({key: {mode: [] for mode in worker.modes} for key, worker in workers.items()})
     modes = {f"{key} {mode}": (key, mode) for key, turns in results.turns.items() for mode in turns}
 
-    def turn_of(name: str, question: Question) -> Turn | None:
+    def turn_of(name: str, question: Run) -> Turn | None:
         """Return a decoder's turn, or None if it has failed, now or before."""
         key, mode = modes[name]
         if key in results.failed:
             return None
         try:
-            return workers[key].decode(mode, question.token_ids, question.count)
+            return workers[key].decode(mode, question.token_ids, len(question.answer))
         except PeerError as error:
             del results.turns[key]
             results.failed[key] = str(error)

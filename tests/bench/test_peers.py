@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.bench.runs import LOOP, make_generation
 from tests.runtime.fakes import make_runtime
 from tests.standins import peers
 
+from redraft.bench.compare import Run
 from redraft.bench.peers import command, turns
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError
 from redraft.bench.peers.figures import figures, markdown
 from redraft.bench.peers.ours import NAME
-from redraft.bench.peers.turns import Key, Question, Results, make_questions, take_turns
+from redraft.bench.peers.turns import Key, Results, make_questions, take_turns
 from redraft.bench.peers.worker import Opener, Turn
 from redraft.bench.prompts import BenchPrompt
 from redraft.errors import DataError, UsageError
@@ -24,7 +26,8 @@ from redraft.errors import DataError, UsageError
 OURS, THEIRS = Key(NAME, "fp32"), Key("peer", "fp32")
 SETTINGS = {key: {"threads": 2} for key in (OURS, THEIRS)}
 QUESTIONS = [
-    Question(BenchPrompt(name, kind, name), [1], (2, 3, 4)) for name, kind in (("a", "x"), ("b", "y"), ("c", "x"))
+    Run(BenchPrompt(name, kind, name), [1], {"none": make_generation(tokens=(2, 3, 4))})
+    for name, kind in (("a", "x"), ("b", "y"), ("c", "x"))
 ]
 
 
@@ -86,7 +89,7 @@ def test_questions_are_first_turns_with_our_answers() -> None:
     assert len(eos) == 10
     prompts = [BenchPrompt("p", "k", "a", ("later",)), BenchPrompt("q", "k", "b")]
     (question,) = make_questions(runtime, prompts, 20, chat=False, system=None)
-    assert (question.prompt.id, list(question.token_ids), question.count) == ("p", [97], 10)
+    assert (question.prompt.id, list(question.token_ids), len(question.answer)) == ("p", [97], 10)
     with pytest.raises(DataError, match="no answer has 8 tokens"):
         make_questions(runtime, prompts[1:], 20, chat=False, system=None)
 
@@ -98,7 +101,7 @@ def results() -> Results:
     return Results({OURS: ours, THEIRS: theirs}, {Key("peer", "int8"): "broke"})
 
 
-def measured(taken: Results | None = None, questions: Sequence[Question] = QUESTIONS) -> dict:
+def measured(taken: Results | None = None, questions: Sequence[Run] = QUESTIONS) -> dict:
     found = figures(taken or results(), questions, SETTINGS)
     return {
         "environment": {"threads": 2, "cpu": "a processor"},
@@ -150,7 +153,7 @@ def test_texts_are_not_compared_if_our_decoder_failed() -> None:
 
 def test_ratios_are_also_of_answers_that_do_not_loop() -> None:
     """The first two take 80 ms of the peer and 60 of ours, the third 180 and 60."""
-    looping = replace(QUESTIONS[2], answer=(1,) * 64)
+    looping = replace(QUESTIONS[2], generations={"none": make_generation(tokens=LOOP)})
     found = measured(questions=[*QUESTIONS[:2], looping])
     ratios = found["ratios"]["fp32"]["peer"]["modes"][PLAIN]
     assert (ratios["all"]["ratio"], ratios["not_looping"]["ratio"]) == pytest.approx((260 / 120, 80 / 60))

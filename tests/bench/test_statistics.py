@@ -8,6 +8,7 @@ import pytest
 from redraft.bench.draws import BINS, LEAST, Drawn, uniform_numbers
 from redraft.bench.statistics import (
     Fit,
+    Speedup,
     Timing,
     bootstrap,
     critical,
@@ -27,7 +28,7 @@ PROBS = np.random.default_rng(0).dirichlet(np.full(40, 0.3))
 def test_times_as_fast_is_the_ratio_of_times_of_the_same_runs() -> None:
     """40 tokens take 1 + 3 s plainly, 1 + 1 s otherwise. The median of the pairs' ratios would be another: 1 and 3."""
     found = speedup([Timing(10, 1.0), Timing(30, 3.0)], [Timing(10, 1.0), Timing(30, 1.0)])
-    assert found == (2.0, None, 20.0, 10.0, 2)
+    assert found == Speedup(2.0, None, 20.0, 10.0, 2)
     with pytest.raises(ValueError, match="no runs"):
         speedup([], [])
 
