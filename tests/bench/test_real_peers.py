@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerSource, open_peer
@@ -19,7 +20,10 @@ COUNT = 48
 
 @pytest.mark.slow
 def test_libraries_write_the_same_fp32_text_in_every_mode(root: Path, tmp_path: Path) -> None:
-    """The model is its own draft model, which is converted once. onnxruntime-genai has a process of its own."""
+    """The model is its own draft model, which is converted once. onnxruntime-genai has a process of its own.
+
+    transformers decodes in this one, so it gets the threads that torch has here.
+    """
     if not GENAI.installed:
         pytest.skip(GENAI.install)
     prompt = Tokenizer.from_file(str(root / "assets/tiny/tokenizer.json")).encode("def first_line(path):\n").ids
@@ -32,7 +36,7 @@ def test_libraries_write_the_same_fp32_text_in_every_mode(root: Path, tmp_path: 
             turn = worker.decode(mode, prompt, COUNT)
             assert 0 < turn.decoded.seconds < turn.wall_seconds
             texts.append(turn.decoded.token_ids)
-    decoder = open_peer(HUGGING_FACE, source, "fp32", tmp_path, 2, len(prompt) + COUNT)
+    decoder = open_peer(HUGGING_FACE, source, "fp32", tmp_path, torch.get_num_threads(), len(prompt) + COUNT)
     assert decoder.modes == (PLAIN, NGRAM, DRAFT)
     texts += [decoder.decode(mode, prompt, COUNT).token_ids for mode in decoder.modes]
     assert texts == [texts[0]] * 6
