@@ -172,7 +172,8 @@ def tokens_a_step(runs: Sequence[Run], method: str, than: str | None = None) -> 
 
     def statistic(sums: FloatArray) -> FloatArray:
         tau: FloatArray = 1 + sums[..., 0] / sums[..., 1]
-        return tau[..., 0] if than is None else tau[..., 0] - tau[..., 1]
+        found: FloatArray = tau[..., 0] if than is None else tau[..., 0] - tau[..., 1]
+        return found
 
     return float(statistic(rows.sum(0))), bootstrap(rows, statistic, [run.prompt for run in runs])
 
