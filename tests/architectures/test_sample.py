@@ -11,6 +11,7 @@ from .check import Result, check
 
 SAME = (
     "gemma4_text",  # a buffer for each layer, layers of different heads
+    "gpt_neox",  # a head of another name
     "gpt_oss",  # sinks, experts stored transposed
     "bloom",  # ALiBi, its own attention
     "deepseek_v2",  # keys and values of different sizes, complex rotation

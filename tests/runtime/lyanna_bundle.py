@@ -11,7 +11,7 @@ from pathlib import Path
 
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
-from redraft.config import BuildConfig, DrafterBuild
+from redraft.config import BuildConfig, DrafterBuild, Precision
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.runtime import Budget, Runtime, SamplingParams, scheduler
 from redraft.runtime.cycle import Cycle
@@ -67,11 +67,11 @@ def admitted(
     return cycle, batch
 
 
-def write_lyanna_bundle(folder: Path) -> Path:
-    """Build `folder`/engines from a checkpoint and a drafter. All is fp32, so that every verified step counts."""
+def write_lyanna_bundle(folder: Path, precision: Precision = "fp32") -> Path:
+    """Build `folder`/engines from a checkpoint and a drafter in fp32, so that every verified step counts."""
     checkpoint = _verifier(folder)
     drafter = write_drafter(folder / "drafter", checkpoint, _CONFIG)
-    return _build(folder, checkpoint, lyanna_build(str(drafter), precision="fp32", width=WIDTH))
+    return _build(folder, checkpoint, lyanna_build(str(drafter), precision="fp32", width=WIDTH), precision=precision)
 
 
 def write_several(folder: Path) -> Path:
@@ -98,7 +98,8 @@ def _verifier(folder: Path) -> Checkpoint:
     return Checkpoint.open(checkpoint.path)
 
 
-def _build(folder: Path, checkpoint: Checkpoint, *drafters: DrafterBuild) -> Path:
+def _build(folder: Path, checkpoint: Checkpoint, *drafters: DrafterBuild, precision: Precision = "fp32") -> Path:
     model = Model("little", str(checkpoint.path), checkpoint.path)
-    build_bundle(model, BuildConfig(drafters=drafters), folder / "engines", {}, False, lambda message: None)
+    config = BuildConfig(precision=precision, drafters=drafters)
+    build_bundle(model, config, folder / "engines", {}, False, lambda message: None)
     return folder / "engines"

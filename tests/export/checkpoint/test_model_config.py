@@ -38,6 +38,8 @@ def export_config(tmp_path: Path, values: dict, **config):
           "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
           "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}},
          "changes its rotary embedding in texts of more than 64 tokens; give --max-model-len 64 or less"),
+        ({"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False, "decoder_layers": 3},
+         "bart counts token positions itself"),
         ({"model_type": "doge"}, "DogeAttention makes its own attention mask"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention", "full_attention"]},
          "layers without a plain KV cache .linear_attention"),

@@ -21,7 +21,7 @@ from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
 from redraft.export.drafters.static_tree import Accuracies, tree_of
 from redraft.export.drafters.writing import Target
 from redraft.methods.static_tree import StaticTreeBuild
-from redraft.train.objectives.distillation import ChainAttention
+from redraft.train.distillation import ChainAttention
 
 from .draft_calls import NAME, Exported, Sampling, check_drafts, export, falls, in_each_form, of_heads, program, trained
 from .tiny import HIDDEN, VOCABULARY, Verifier, make_verifier, randomized, save

@@ -37,7 +37,7 @@ from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT_SINGLE, lyanna_record
 from tests.engines.graphs import Decoder
-from tests.export.models import export_verifier, write_checkpoint
+from tests.export.models import write_checkpoint
 
 from .token_tree import Tree, build_subtree
 

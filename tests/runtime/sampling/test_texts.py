@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from redraft.config import Precision
 from redraft.errors import BundleError, UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.sampling import model_sampling
+from tests.conftest import Once
+from tests.runtime.lyanna_bundle import write_lyanna_bundle
 
 PROMPTS = [[5, 6, 7], [8, 9, 5, 6] * 3, [3, 4] * 10]
 PARAMS = (
@@ -30,8 +33,12 @@ def opened(bundle: Path, max_num_seqs: int = 1) -> Runtime:
     return Runtime.open(bundle, threads=1, max_num_seqs=max_num_seqs, verify=False)
 
 
-def test_a_seed_gives_the_same_tokens_whatever_the_method_and_the_batch(lyanna_bundle: Path) -> None:
-    with opened(lyanna_bundle) as alone, opened(lyanna_bundle, 3) as together:
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_seed_gives_the_same_tokens_whatever_the_method_and_the_batch(
+    precision: Precision, lyanna_bundle: Path, once: Once
+) -> None:
+    bundle = lyanna_bundle if precision == "fp32" else once(write_lyanna_bundle, precision) / "engines"
+    with opened(bundle) as alone, opened(bundle, 3) as together:
         for params in PARAMS:
             expected = [alone.generate([prompt], params, "none")[0] for prompt in PROMPTS]
             for runtime in (alone, together):
