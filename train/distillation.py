@@ -145,11 +145,13 @@ class Distillation(nn.Module, ABC):
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [..., n] in the head's type, times the model's scale of logits."""
-        return hidden.to(self.head.dtype) * self._logit_scale
+        scaled: torch.Tensor = hidden.to(self.head.dtype) * self._logit_scale
+        return scaled
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., H] in fp32 of hidden states [..., n]."""
-        return F.linear(hidden.to(self.head.dtype), self.head).float() * self._logit_scale
+        logits: torch.Tensor = F.linear(hidden.to(self.head.dtype), self.head).float() * self._logit_scale
+        return logits
 
 
 class DepthDistillation(Distillation):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from onnxscript.onnx_opset import opset24 as op
+from onnxscript.values import TracedOnnxFunction
 from torch import nn
 from transformers.initialization import no_init_weights
 
@@ -201,7 +203,7 @@ def trace_graph(
     translations: Mapping[Any, Any] = TRANSLATIONS,
 ) -> ir.Model:
     """Export a module of redraft, called with `args` whose `dynamic` sizes vary, with the names of its signature."""
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), _operators_parsed_once():
         warnings.simplefilter("ignore")
         program = _export(
             module,
@@ -217,6 +219,20 @@ def trace_graph(
         )
     assert program is not None
     return program.model
+
+
+_signature_of = cache(TracedOnnxFunction.function_ir.fget)
+
+
+@contextmanager
+def _operators_parsed_once() -> Iterator[None]:
+    """Keep parsed operators. Without it, each `torch.onnx.export` parses the sources of 500 again, a second's work."""
+    of_package = TracedOnnxFunction.function_ir
+    TracedOnnxFunction.function_ir = property(_signature_of)
+    try:
+        yield
+    finally:
+        TracedOnnxFunction.function_ir = of_package
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.onnx.ONNXProgram | None:

@@ -72,7 +72,9 @@ def test_building_again_does_nothing_until_the_file_changes(run: Run, gguf_file:
     build = ("build", file, "-o", tmp_path / "out", "--weights", "random")
     assert [run(*build)["cached"] for _ in range(2)] == [False, True]
     content = file.read_bytes()
-    file.write_bytes(content.replace(b"qwen2.context_length\4\0\0\0\x40", b"qwen2.context_length\4\0\0\0\x20"))
+    shorter = content.replace(b"qwen2.context_length\5\0\0\0\x40", b"qwen2.context_length\5\0\0\0\x20")
+    assert shorter != content
+    file.write_bytes(shorter)
     changed = run(*build)
     assert (changed["cached"], changed["max_model_len"]) == (False, 32)
 

@@ -199,13 +199,13 @@ def test_what_no_engine_can_be_built_for_is_one_line(
     assert not (tmp_path / "tiny").exists()
 
 
+@pytest.mark.slow
 def test_the_standard_output_has_one_json_object_alone(
-    build: Build, little: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     tensorrt = FakeTensorRt(version="10.13.3.9", inputs=None)
     monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
-    command = (*little, "-o", tmp_path / "engines", "--json")
+    command = ("tiny", "-o", tmp_path / "tiny", "--precision", "fp16", "--skip-check", "--json")
     assert build("10.13.3.9", *command, builder=build_engine) == 0, capfd.readouterr().err
     shown = json.loads(capfd.readouterr().out)
     assert shown["engine_bytes"] == len(b"engine") * len(tensorrt.configs) > 0

@@ -106,7 +106,7 @@ def swapped(values: Values) -> None:
         (names.VERIFIER, None, unwritten, "other rows were written"),
         (names.VERIFIER, put(names.TREE_MASK, (0, -1, 0), False), None, "verifier, .*, B=1: .*: off by"),
         (LYANNA_DRAFT, changed(names.NUM_PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
-        (LYANNA_DRAFT, None, swapped, r"tree.log_probs\[0\]: \("),
+        (LYANNA_DRAFT, None, swapped, r"tree.log_probs\[0\]: "),
         (LYANNA_RESAMPLE, None, changed(names.TREE_PARENTS, (0, 4), -1), "lyanna.resample, 1 used, B=1"),
         (names.STEP_PREPARE_TREE, None, changed(names.POSITIONS, (0, -1)), "positions: expected the same bits"),
         (names.STEP_COMPACT_KV, None, changed(KEPT, (2, 0, 0, 0)), "kv.0.key.present: expected the same bits"),
