@@ -35,10 +35,8 @@ from .cases import (
 )
 
 BATCH = 3
-TREES = ((1, (2, 2)), (20, (2, 2)), (13, (8, 2)), (64, (2, 2)), (33, (8, 2)))
+TREES = ((1, (2, 2)), (20, (2, 2)), (13, (4, 1)), (64, (1, 1)), (33, (4, 1)))
 """Nodes and heads: 1, 20, 52, 64 and 132 query rows a key head. The last needs several tiles, of the largest size."""
-RANDOM_CALLS = 12
-"""Of each type."""
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": 70},
@@ -50,8 +48,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def checks(kernels: Kernels, kv_len: int = 517) -> Iterator[dict[str, Any]]:
-    """Yield one entry for each correct call. Raises KernelError at the first wrong one."""
+def checks(kernels: Kernels, kv_len: int = 517, random_calls: int = 12) -> Iterator[dict[str, Any]]:
+    """Yield one entry for each correct call. Raises KernelError at the first wrong one. random_calls: of each type."""
     lengths = [kv_len, 0, kv_len // 2]
     for dtype, (name, features) in product(DTYPES, FEATURES.items()):
         yield _attended(kernels, name, dtype, lengths, 20, (4, 2), 64, features)
@@ -59,7 +57,7 @@ def checks(kernels: Kernels, kv_len: int = 517) -> Iterator[dict[str, Any]]:
         yield _compacted(kernels, dtype, path)
     for dtype, head_dim, (nodes, heads) in product(DTYPES, HEAD_DIMS, TREES):
         yield _attended(kernels, "tree", dtype, lengths, nodes, heads, head_dim, {})
-    for dtype, seed in product(DTYPES, range(RANDOM_CALLS)):
+    for dtype, seed in product(DTYPES, range(random_calls)):
         yield _attended(kernels, "random", dtype, *_random(seed, kv_len))
 
 

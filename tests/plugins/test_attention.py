@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from redraft.export.graph.tree_attention import tree_attention
 from redraft.plugins.library import HEAD_DIMS, Kernels
@@ -15,19 +16,20 @@ from .cases import Case, attend, attention_args, error_of, random_case, referenc
 from .devices import DeviceMemory, capture, current_stream
 
 
-def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> None:
+def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> NDArray:
+    """Attend, and return the output if it and the caches are right."""
     out, keys, values = attend(kernels, case, **how)
     _, expected_keys, expected_values = reference(case)
     assert error_of(case, out, truncated=not kernels.on_cpu or bool(how.get("truncate"))) < 1
     assert same_bits(keys, expected_keys)
     assert same_bits(values, expected_values)
+    return out
 
 
 @pytest.mark.parametrize(
     ("head_dim", "cache_len", "nodes", "heads", "options"),
     [
-        *((head_dim, [70, 0, 131, 64], 13, (4, 2), {}) for head_dim in HEAD_DIMS),
-        (256, [131, 70], 13, (4, 2), {"scale": 1 / 16}),
+        *((head_dim, [0, 131], 13, (4, 2), {}) for head_dim in HEAD_DIMS),
         (64, [300, 33], 23, (6, 2), {}),
         (128, [1100], 4, (2, 1), {"scale": 128**-0.5}),
         (64, [90], 8, (2, 1), {"softcap": 2.0, "scale": 0.5}),
@@ -37,8 +39,7 @@ def test_float32_with_sums_cut_off_as_tensor_cores_do(
     kernels: Kernels, head_dim: int, cache_len: list[int], nodes: int, heads: tuple[int, int], options: dict[str, float]
 ) -> None:
     case = random_case(13, "float32", head_dim, cache_len, nodes, heads, **options)
-    assert_right(kernels, case, truncate=True)
-    assert not same_bits(attend(kernels, case)[0], attend(kernels, case, truncate=True)[0])
+    assert not same_bits(attend(kernels, case)[0], assert_right(kernels, case, truncate=True))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

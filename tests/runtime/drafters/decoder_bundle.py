@@ -27,18 +27,18 @@ from tests.little import WORDS, write_tokenizer
 CONTEXT, STEPS = 320, 6
 DRAFTED = len(WORDS) - 2
 """Tokens that `wide` drafts, from the second one on."""
-STATES = ("2", "1", "0")
-"""h, m and l: the hidden states after these layers, counted from 0, which steer `sd2`."""
+STATES = ("last", "0")
+"""The verifier's hidden states that steer `sd2`: after the final norm, and after the first layer."""
 
 
 def write_bundle(folder: Path) -> Path:
     """Build `folder`/engines from a checkpoint, next to its drafters.
 
     same: the verifier's own checkpoint.   narrow: its first layer.   wide: the same, with trees of DRAFTED tokens.
-    sd2:  the verifier's first and last layer, steered.
+    sd2:  both layers, steered.
     """
     rope = dict(rope_type="default", rope_theta=10000.0)
-    sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+    sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                  max_position_embeddings=CONTEXT, rope_parameters=rope)  # fmt: skip
     verifier = Checkpoint.open(write_checkpoint(folder / "verifier", "llama", **sizes))
     write_tokenizer(folder / "verifier")
@@ -58,8 +58,8 @@ def write_bundle(folder: Path) -> Path:
 
 
 def write_student(folder: Path, verifier: Checkpoint, drafted: int = 0, steered: bool = False) -> None:
-    """Write the verifier's first layer and final norm, with `drafted` tokens, or all for 0. If steered, two layers."""
-    layers, states = ((0, 3), STATES) if steered else ((0,), ())
+    """Write the verifier's first layer and final norm, with `drafted` tokens, or all for 0. If steered, both layers."""
+    layers, states = ((0, 1), STATES) if steered else ((0,), ())
     config = configuration_of(load_config(verifier), len(WORDS), layers, drafted, states)
     student = DraftModel(config)
     whole = AutoModelForCausalLM.from_pretrained(verifier.path).state_dict()
@@ -68,7 +68,7 @@ def write_student(folder: Path, verifier: Checkpoint, drafted: int = 0, steered:
         if name.startswith("steering."):  # changes each logit
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.15)
         else:
-            tensor.copy_(whole[name.replace("layers.1.", f"layers.{layers[-1]}.")])
+            tensor.copy_(whole[name])
     tokens = torch.arange(1, 1 + drafted) if drafted else None
     counts = torch.ones(len(WORDS), dtype=torch.int32)
     method = "steered" if steered else "draft_model"
@@ -135,7 +135,7 @@ class Rows:
         self.tokens = [*self.tokens[:kept], *committed[kept:], *drafted[: steps - 1]]
         self.sources = [*self.sources[:kept], *range(kept - 1, last), *[last - 1] * (steps - 1)]
         states = self.verifier.model(torch.tensor([list(committed)]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[int(name) + 1] for name in STATES], dim=-1)[:, torch.tensor(self.sources).clamp(0)]
+        features = torch.cat([states[-1], states[1]], dim=-1)[:, torch.tensor(self.sources).clamp(0)]
         assert self.student.steering is not None
         biases = self.student.steering(features, torch.arange(len(self.tokens))[None])
         hidden = self.student(self.verifier.model.embed_tokens(torch.tensor([self.tokens])), biases)

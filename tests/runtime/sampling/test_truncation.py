@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.mark.parametrize("values", CASES, ids=str)
 def test_the_tokens_left_are_those_of_the_definition(values: dict[str, float]) -> None:
-    for seed in range(40):
+    for seed in range(15):
         generator = np.random.default_rng(seed)
         logits = generator.normal(0, generator.choice([0.1, 1.0, 4.0]), 2000).astype(np.float32)
         params = SamplingParams(temperature=float(generator.choice([0.3, 1.0, 2.5])), **values)
