@@ -17,15 +17,15 @@ from redraft.engines import Bundle, open_host
 from redraft.engines.host_memory import available_bytes
 from redraft.errors import BackendError, UnsupportedModelError
 from redraft.garbage import return_memory
-from redraft.runtime import scheduler
-from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cycle import Cycle
+from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.offers import Speculation
+from redraft.runtime.loop import scheduler
+from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Sampler, accept
-from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import layout, make_tree, root_only
-from redraft.runtime.verifier import open_verifier
+from redraft.runtime.steps.verifier import open_verifier
+from redraft.runtime.trees.offers import Speculation
+from redraft.runtime.trees.tree import layout, make_tree, root_only
 from redraft.types import Budget, FloatArray, Outcome, Tree
 
 if TYPE_CHECKING:

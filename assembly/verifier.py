@@ -55,7 +55,7 @@ class SharedWork:
         self, build: ResolvedBuild, traced: TracedVerifier, folder: Path, progress: BuildProgress
     ) -> Reference | None:
         """Run the model in fp32 over the texts, unless a build of another precision has. folder: has the tokenizer."""
-        from redraft.runtime.tokenizer import load_tokenizer
+        from redraft.runtime.text.tokenizer import load_tokenizer
 
         if not build.texts or build.config.for_tensorrt:
             return None

@@ -24,13 +24,13 @@ from redraft.bench.compare import Progress
 from redraft.bench.statistics import Fit, FloatArray, fit
 from redraft.methods import NONE
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.controller import FixedBudget
 from redraft.runtime.controllers import ADAPTIVE
-from redraft.runtime.cycle import Cycle, controller_of
+from redraft.runtime.controllers.base import FixedBudget
+from redraft.runtime.loop.decode_loop import Cycle, controller_of
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.noise import draft_noise
-from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import chain, make_tree, root_only
+from redraft.runtime.trees.tree import chain, make_tree, root_only
 from redraft.types import Budget, IntArray, OfferKind, Tree
 from redraft.types import FloatArray as Logits
 

@@ -19,15 +19,16 @@ from redraft.engines import Bundle
 from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Device
 from redraft.errors import UsageError
-from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, scheduler
-from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cycle import Cycle
-from redraft.runtime.measurements import MEASURED_KV_LEN, measure_curve
-from redraft.runtime.offers import Speculation
-from redraft.runtime.profiling import STEP, WAIT, Recording
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.controllers.base import FixedBudget
+from redraft.runtime.drafters.synthetic import Acceptance, SyntheticAcceptance, SyntheticDrafter
+from redraft.runtime.loop import scheduler
+from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.observe.profiling import STEP, WAIT, Recording
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy, Sampler
-from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.synthetic import Acceptance, SyntheticAcceptance, SyntheticDrafter
+from redraft.runtime.steps.measurements import MEASURED_KV_LEN, measure_curve
+from redraft.runtime.trees.offers import Speculation
 
 SIZES = (1, 2, 4, 8, 13, 16, 32, 64)
 PLAIN_WANTED, SPECULATIVE_WANTED = 0.8, 0.9

@@ -22,8 +22,8 @@ from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controllers import ADAPTIVE
 from redraft.runtime.drafters import split_pair
-from redraft.runtime.exactness import measure_exactness
 from redraft.runtime.params import BLOCK, COUPLED
+from redraft.runtime.steps.exactness import measure_exactness
 
 FALSE_ALARM = 1e-6
 """At most this is the probability that a lossless bundle fails."""

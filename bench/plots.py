@@ -13,7 +13,7 @@ from typing import Any
 from redraft.bench.compare import trace
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.tree import depths_of
+from redraft.runtime.trees.tree import depths_of
 
 COLOURS = ("#80b1d3", "#fb8072", "#8dd3c7", "#fdb462", "#bebada", "#b3de69", "#fccde5", "#bc80bd", "#d9d9d9", "#636363")
 GREY = COLOURS[-1]

@@ -38,7 +38,7 @@ from redraft.bench.summary import margin_finder, summarise
 from redraft.engines import Bundle
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SpeculationParams
-from redraft.runtime.trace import replay
+from redraft.runtime.observe.trace import replay
 
 TEMPERATURES = (0.0, 1.0)
 CHAIN = 5

@@ -17,7 +17,7 @@ from redraft.engines import Bundle
 from redraft.engines.manifest import DrafterRecord, Manifest
 from redraft.engines.recipes import load_recipe, recipe_names
 from redraft.runtime import Runtime
-from redraft.runtime.measurements import MEASURED_KV_LEN, SIZES
+from redraft.runtime.steps.measurements import MEASURED_KV_LEN, SIZES
 
 _ROUNDS = 25
 _PRODUCTS = {"MatMul", "Gemm", "MatMulInteger", "FusedMatMul"}

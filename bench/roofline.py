@@ -29,7 +29,7 @@ from redraft.names import TensorSpec
 from redraft.runtime import Runtime
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.engine import EngineDrafter
-from redraft.runtime.verifier import Verifier, open_verifier
+from redraft.runtime.steps.verifier import Verifier, open_verifier
 
 TREE_NODES = 8
 """Nodes of the timed tree, root included; the other timed call has a single token."""

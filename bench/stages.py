@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from redraft.errors import UsageError
-from redraft.runtime.profiling import ENGINE, FIELDS, STEP, Recorded
+from redraft.runtime.observe.profiling import ENGINE, FIELDS, STEP, Recorded
 
 HEADER = ("range", "calls", "total ms", "mean ms", "p50 ms", "p99 ms", "share")
 ORDER = ("begin", "prefill", STEP, "offers", "resample", "draft", "choose", "fill", "verify", "accept", "commit")

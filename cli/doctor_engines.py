@@ -9,9 +9,9 @@ from pathlib import Path
 from redraft.bench.environment import processor_name
 from redraft.cli.console import Finding
 from redraft.runtime import Runtime
-from redraft.runtime.cost import CostCurve
-from redraft.runtime.exactness import measure_exactness
-from redraft.runtime.measurements import SIZES
+from redraft.runtime.controllers.cost import CostCurve
+from redraft.runtime.steps.exactness import measure_exactness
+from redraft.runtime.steps.measurements import SIZES
 
 CostsMs = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Milliseconds by `measured` or `believed`, sequences, and nodes of a tree."""

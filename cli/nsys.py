@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from redraft.errors import RedraftError, UsageError
-from redraft.runtime.profiling import NVTX_DOMAIN, Recorded
+from redraft.runtime.observe.profiling import NVTX_DOMAIN, Recorded
 
 SUFFIX = ".nsys-rep"
 CAPTURED = "decode"

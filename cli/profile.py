@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from redraft.bench.roofline import Roofline
     from redraft.bench.stages import StageProfile
     from redraft.runtime import Generation, Runtime
-    from redraft.runtime.profiling import RangeListener
+    from redraft.runtime.observe.profiling import RangeListener
 
 WARM_UPS_ON_DEVICE = 2
 """Warm-up runs before the recorded one: the first runs a shape plainly, the second captures its graph."""
@@ -101,7 +101,7 @@ def profile(
 def emit(asked: ProfileRun) -> None:
     """Decode once while NVIDIA's tools record."""
     from redraft.cli.nsys import CAPTURED
-    from redraft.runtime.profiling import Nvtx
+    from redraft.runtime.observe.profiling import Nvtx
 
     with ExitStack() as stack:
         decode(asked, stack, Nvtx(), CAPTURED)
@@ -136,7 +136,7 @@ def recorded(asked: ProfileRun, out: Path | None, report: Reporter) -> dict[str,
     """Return the profile of a run recorded in this process; its trace is written to `out`."""
     from redraft.bench.environment import environment, usable_threads
     from redraft.bench.stages import profile as summed
-    from redraft.runtime.profiling import Recording
+    from redraft.runtime.observe.profiling import Recording
 
     if out is not None:
         check_writable(out)

@@ -12,7 +12,7 @@ from redraft.cli.options import Json
 from redraft.errors import DataError
 
 if TYPE_CHECKING:
-    from redraft.runtime.trace import Replay
+    from redraft.runtime.observe.trace import Replay
 
 
 def replay(
@@ -24,7 +24,7 @@ def replay(
     If costs decided the sizes of trees, it also shows how many tokens the estimates promised.
     """
     from redraft.files import read_text
-    from redraft.runtime import trace as traces
+    from redraft.runtime.observe import trace as traces
 
     text = read_text(trace)
     try:

@@ -32,7 +32,7 @@ from redraft.bench.environment import environment
 from redraft.engines import open_bundle
 from redraft.engines.sizes import total_bytes
 from redraft.files import read_text
-from redraft.runtime.tokenizer import Tokenizer
+from redraft.runtime.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 37
 WORKER = Path(__file__).with_name("real_models_worker.py")

@@ -19,7 +19,8 @@ CURVE = (1, 2, 4, 8)
 
 def redraft(path: str, work: dict[str, Any]) -> tuple[Decode, Callable[[], dict[str, Any]]]:
     """Plain decoding, and the milliseconds of verifications by nodes."""
-    from redraft.runtime import Runtime, SamplingParams, measurements
+    from redraft.runtime import Runtime, SamplingParams
+    from redraft.runtime.steps import measurements
 
     runtime = Runtime.open(path, threads=work["threads"])
 

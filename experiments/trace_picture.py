@@ -18,7 +18,7 @@ import matplotlib
 
 from redraft.bench.command import run
 from redraft.errors import DataError
-from redraft.runtime.profiling import ENGINE, STEP
+from redraft.runtime.observe.profiling import ENGINE, STEP
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -13,21 +13,21 @@ from typing import IO, Any, Self
 from redraft.engines import Bundle, check_max_num_seqs, open_bundle, open_device, open_host
 from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
-from redraft.runtime import scheduler
-from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.cycle import Cycle
-from redraft.runtime.exactness import settle_exactness
+from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.drafters.synthetic import Acceptance
 from redraft.runtime.generation import Generation, Pieces, RequestError, generation_of
-from redraft.runtime.measurements import Identity, identity_of, load_costs, save_costs
+from redraft.runtime.loop import scheduler
+from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.request_maker import Prompt, RequestMaker, parameters_of
+from redraft.runtime.loop.speculation import SpeculationFactory, check_options
+from redraft.runtime.observe.trace import TraceWriter
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
-from redraft.runtime.requests import Prompt, RequestMaker, parameters_of
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import model_sampling
-from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.speculation import SpeculationFactory, check_options
-from redraft.runtime.synthetic import Acceptance
-from redraft.runtime.tokenizer import Detokenizer, Tokenizer
-from redraft.runtime.trace import TraceWriter
-from redraft.runtime.verifier import Verifier, open_verifier
+from redraft.runtime.steps.exactness import settle_exactness
+from redraft.runtime.steps.measurements import Identity, identity_of, load_costs, save_costs
+from redraft.runtime.steps.verifier import Verifier, open_verifier
+from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
 
 GREEDY = SamplingParams()
 MOST_THREADS = 1024
@@ -173,7 +173,7 @@ class Runtime:
         params:      one for all prompts, or a list with one for each prompt.
         speculation: how to draft, one for all prompts or a list. A string is `SpeculationParams(method=string)`.
                      Requests of several methods share a batch, and each step verifies all their trees in one call.
-        trace: the file that receives each step (`redraft.runtime.trace`).
+        trace: the file that receives each step (`redraft.runtime.observe.trace`).
         synthetic_acceptance: forced acceptance by depth; the output is labelled.   record_logit_margins: fill
                               `Generation.logit_margins`.
         Raises UsageError for invalid arguments, before any computation, and RequestError if requests failed while

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import repeat
 from typing import Any, NamedTuple
 
 from redraft.errors import RedraftError, UsageError
-from redraft.runtime.metrics import Metrics, summarise
-from redraft.runtime.offers import Plan
+from redraft.runtime.drafters.synthetic import LABEL
+from redraft.runtime.observe.metrics import Metrics, summarise
+from redraft.runtime.requests.request import FinishReason, Request
 from redraft.runtime.sampling.truncation import TokenLogprobs
-from redraft.runtime.sequence import FinishReason, Sequence
-from redraft.runtime.synthetic import LABEL
-from redraft.runtime.tokenizer import Detokenizer, Tokenizer
-from redraft.runtime.tree import shared_nodes
+from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
+from redraft.runtime.trees.offers import Plan
+from redraft.runtime.trees.tree import shared_nodes
 from redraft.types import Outcome, Tree
 
 
@@ -53,7 +52,7 @@ class Generation:
         }
 
 
-def generation_of(request: Sequence, tokenizer: Tokenizer, synthetic: bool = False) -> Generation:
+def generation_of(request: Request, tokenizer: Tokenizer, synthetic: bool = False) -> Generation:
     """Return the result of a request that has ended. synthetic: True if its acceptance was forced."""
     tokens, text = request.new_tokens, request.text
     if text is None:
@@ -78,7 +77,7 @@ def generation_of(request: Sequence, tokenizer: Tokenizer, synthetic: bool = Fal
 class RequestError(UsageError):
     """Some requests failed while they ran. `generations` has the results of all: the others ended normally."""
 
-    def __init__(self, generations: abc.Sequence[Generation]) -> None:
+    def __init__(self, generations: Sequence[Generation]) -> None:
         failed = [(number, one.error) for number, one in enumerate(generations, 1) if one.error is not None]
         number, error = failed[0]
         name = f"prompt {number}, " if len(generations) > 1 else ""
@@ -105,8 +104,8 @@ class Piece(NamedTuple):
 def origins(plan: Plan, tree: Tree, outcome: Outcome) -> list[Origin]:
     """Return the origin of each of a step's tokens.
 
-    A drafted node that the lookup had too counts for the lookup, as in `redraft.runtime.trace`. A tree on a device is
-    all a drafter's.
+    A drafted node that the lookup had too counts for the lookup, as in `redraft.runtime.observe.trace`. A tree on a
+    device is all a drafter's.
     """
     looked_up = outcome.path if plan.make is None else () if tree.on_device else shared_nodes(tree, plan.found)
     drafted = [Origin.LOOKUP if node in looked_up else Origin.DRAFTER for node in outcome.path]
@@ -122,7 +121,7 @@ class Pieces:
     generation: Generation | None = None
 
     def __init__(
-        self, request: Sequence, text: Detokenizer, steps: Iterator[None], finish: Callable[[], Generation]
+        self, request: Request, text: Detokenizer, steps: Iterator[None], finish: Callable[[], Generation]
     ) -> None:
         """steps: one verification a step.   finish: the request's result; raises RequestError."""
         self._request = request
@@ -131,7 +130,7 @@ class Pieces:
         self._finish = finish
         self._origins = [Origin.VERIFIER]  # of the first token, and then of each step's
 
-    def record(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
+    def record(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Keep the origins of a step's tokens. Set it as the `record` of the cycle."""
         self._origins = origins(plan, tree, outcome)
 

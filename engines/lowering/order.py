@@ -7,7 +7,7 @@ probabilities return to the order of the rows before they multiply the values.
 
 The sum of values is one chain of additions within each block of keys that the kernels multiply at once
 (`redraft.engines.lowering.batch.block_keys`, a multiple of 128). Hidden keys do not change it. The remaining case is a
-tree with rows in two blocks, which the runtime never verifies (`redraft.runtime.tree.exact_part`).
+tree with rows in two blocks, which the runtime never verifies (`redraft.runtime.trees.tree.exact_part`).
 
 ONNX Runtime multiplies the probabilities of a single row by another kernel, which rounds differently. No product here
 has only one row: a single query is computed twice.

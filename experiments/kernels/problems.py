@@ -11,7 +11,7 @@ from tests.plugins.devices import current_stream
 
 from experiments.kernels.floors import AttentionSizes
 from redraft.plugins.library import DTYPES, AttentionArgs, CompactArgs, Kernels
-from redraft.runtime.tree import ancestor_mask
+from redraft.runtime.trees.tree import ancestor_mask
 
 SPARE_ROWS = 64
 """Rows past `kv_len`, filled with NaN."""

@@ -1,7 +1,7 @@
 """The host's computations between engine calls, as graphs. On a GPU, a step then needs one small copy to the host.
 
-Tests compare each graph with a NumPy reference in `redraft.runtime.tree` (mask, depths, accepted path) or with copied
-rows. Graphs hold no weights; the model's sizes are their only constants.
+Tests compare each graph with a NumPy reference in `redraft.runtime.trees.tree` (mask, depths, accepted path) or with
+copied rows. Graphs hold no weights; the model's sizes are their only constants.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from redraft.runtime.controller import BudgetController
+from typing import TYPE_CHECKING
+
+from redraft.runtime.controllers.base import BudgetController
 from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.offers import Plan
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import depths_of
+from redraft.runtime.trees.offers import Plan
+from redraft.runtime.trees.tree import depths_of
 from redraft.types import Budget, OfferKind, Outcome, Tree
+
+if TYPE_CHECKING:
+    from redraft.runtime.requests.request import Request
 
 
 class LengthController(BudgetController):
@@ -24,22 +28,22 @@ class LengthController(BudgetController):
     def __init__(self, rule: LengthRule) -> None:
         self._rule = rule
 
-    def budget(self, seq: Sequence) -> Budget:
+    def budget(self, seq: Request) -> Budget:
         rule, length = self._rule, self.length(seq)
         return Budget(length * rule.width, length, rule.width, rule.confidence)
 
-    def length(self, seq: Sequence) -> int:
+    def length(self, seq: Request) -> int:
         """Return γ, the length of the next draft of `seq`."""
         return self._rule.length(self._average(seq))
 
-    def _average(self, seq: Sequence) -> float:
+    def _average(self, seq: Request) -> float:
         return float(self._rule.gamma) if seq.control is None else seq.control
 
     def _cut(self, plan: Plan, made: Tree | None, budget: Budget) -> Tree:
         """Return the part to verify, up to where the rule ends a draft. Of drawn nodes, probabilities are unknown."""
         return super()._cut(plan, made if made is None or made.draws else self._rule.stop(made), budget)
 
-    def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
+    def observe(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Update the sequence's average length."""
         if plan.kind in (OfferKind.FRESH, OfferKind.LOOKUP) and len(tree) > 1:
             seq.control = self._rule.update(self._average(seq), max(depths_of(tree.parents.tolist())), outcome.accepted)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from redraft.runtime.controller import Call, Controller
-from redraft.runtime.offers import Offer, Plan, StepLimits
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.controllers.base import Call, Controller
+from redraft.runtime.trees.offers import Offer, Plan, StepLimits
 from redraft.types import Budget, Choice, Outcome, Tree
+
+if TYPE_CHECKING:
+    from redraft.runtime.requests.request import Request
 
 
 class Controllers(Controller):
@@ -16,7 +18,7 @@ class Controllers(Controller):
 
     weighs = True
 
-    def __init__(self, batch: abc.Sequence[Sequence]) -> None:
+    def __init__(self, batch: Sequence[Request]) -> None:
         self._slots: dict[Controller, list[int]] = {}
         for slot, seq in enumerate(batch):
             self._slots.setdefault(seq.speculation.controller, []).append(slot)
@@ -25,11 +27,11 @@ class Controllers(Controller):
         for controller in self._slots:
             controller.begin(sequences, methods)
 
-    def budget(self, seq: Sequence) -> Budget:
+    def budget(self, seq: Request) -> Budget:
         return seq.speculation.controller.budget(seq)
 
     def plan(
-        self, batch: abc.Sequence[Sequence], offers: abc.Sequence[abc.Sequence[Offer]], limits: abc.Sequence[StepLimits]
+        self, batch: Sequence[Request], offers: Sequence[Sequence[Offer]], limits: Sequence[StepLimits]
     ) -> list[Plan]:
         plans: dict[int, Plan] = {}
         for controller, slots in self._slots.items():
@@ -38,7 +40,7 @@ class Controllers(Controller):
         return [plans[slot] for slot in range(len(batch))]
 
     def cut(
-        self, batch: abc.Sequence[Sequence], plans: abc.Sequence[Plan], made: abc.Sequence[Tree | None], widest: int = 1
+        self, batch: Sequence[Request], plans: Sequence[Plan], made: Sequence[Tree | None], widest: int = 1
     ) -> list[Tree]:
         """Cut with each controller. Those that compare costs come last, since they need the other trees' sizes."""
         trees: dict[int, Tree] = {}
@@ -49,14 +51,14 @@ class Controllers(Controller):
             trees.update(zip(slots, own, strict=True))
         return [trees[slot] for slot in range(len(batch))]
 
-    def explain(self, seq: Sequence) -> Choice | None:
+    def explain(self, seq: Request) -> Choice | None:
         return seq.speculation.controller.explain(seq)
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         for controller in self._slots:
             controller.timed(offers_ms, made_ms, nodes)
 
-    def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
+    def observe(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         seq.speculation.controller.observe(seq, plan, tree, outcome)
 
     def ended(self, speculated: bool, host_ms: float) -> None:

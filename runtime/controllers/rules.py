@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil, exp, log
 
 from redraft.errors import UsageError
-from redraft.runtime.tree import part_of
+from redraft.runtime.trees.tree import part_of
 from redraft.types import Tree
 
 

@@ -15,7 +15,7 @@ from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.methods import LOOKUPS, NGRAM, NONE, ROWS, UNBUILT
 from redraft.runtime.drafters.base import Drafter as Drafter
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.steps.verifier import Verifier
 
 PAIR = "+"
 """Joins a lookup and a drafter that draft together."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
-from redraft.runtime.offers import Offer, OfferKey
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.offers import Offer, OfferKey
 from redraft.types import Budget, OfferKind, Outcome, Tree
 
 
@@ -20,7 +19,7 @@ class Drafter(ABC):
     """A drafting method, opened once for all requests.
 
     Its state of a request is `seq.drafting[self]`; the drafter itself holds data that all requests share. A method that
-    reads hidden states is a `redraft.runtime.verifier.FeatureReader` that attaches itself to the verifier.
+    reads hidden states is a `redraft.runtime.steps.verifier.FeatureReader` that attaches itself to the verifier.
     """
 
     has_engines: bool = False
@@ -45,23 +44,23 @@ class Drafter(ABC):
             raise UsageError(f"this method has no option {', '.join(options)}", "leave it out")
         return cls(verifier)
 
-    def begin(self, seq: Sequence) -> None:  # noqa: B027 (only some methods need it)
+    def begin(self, seq: Request) -> None:  # noqa: B027 (only some methods need it)
         """Begin the admitted request `seq`. Its prompt is known, but not computed yet."""
 
-    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:  # noqa: B027 (as above)
+    def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:  # noqa: B027 (as above)
         """Note a computed chunk of the prompt of `seq` in this slot: `tokens` tokens from position `start` on."""
 
     @abstractmethod
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         """Return the ready trees for `seq` within a budget, and those that the drafter could make now."""
 
-    def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
+    def move(self, seq: Request, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
         """Move the state of `seq` from one slot to another."""
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:  # noqa: B027 (as above)
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:  # noqa: B027 (as above)
         """Learn that `tree` was verified and `outcome` committed, also in plain steps."""
 
-    def finish(self, seq: Sequence) -> None:  # noqa: B027 (as above)
+    def finish(self, seq: Request) -> None:  # noqa: B027 (as above)
         """Keep data of `seq` that later requests may use. Its last token was committed."""
 
     def check_tenant(self) -> None:
@@ -78,7 +77,7 @@ class Drafter(ABC):
 class TreeMaker(Drafter):
     """A drafter that makes trees for a batch in one call. Some methods also resample from their last draft.
 
-    Sequence i of a batch has slot i. If its budget has no nodes, it may belong to another drafter: the call does not
+    Request i of a batch has slot i. If its budget has no nodes, it may belong to another drafter: the call does not
     change its state, and its tree has no meaning.
     """
 
@@ -89,7 +88,7 @@ class TreeMaker(Drafter):
         super().__init__(verifier)
         self._resampling: dict[int, OfferKey] = {}
 
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         """Return a fresh draft, and resampling if steps of the last draft remain."""
         fresh = Offer(self._fresh, maker=self, step_ms=self.step_ms)
         steps = self.remaining(seq)
@@ -105,14 +104,14 @@ class TreeMaker(Drafter):
         return OfferKey(self.name, OfferKind.FRESH)
 
     @abstractmethod
-    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> abc.Sequence[Tree]:
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> Sequence[Tree]:
         """Return a tree for each sequence within its budget, rooted at its last token."""
 
-    def remaining(self, seq: Sequence) -> int:
+    def remaining(self, seq: Request) -> int:
         """Return how many steps of the last draft of `seq` `resample` could still use."""
         return 0
 
-    def resample(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> abc.Sequence[Tree]:
+    def resample(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> Sequence[Tree]:
         """Return trees as `draft` does, from the unused steps of the last drafts if the method has such."""
         return self.draft(batch, budgets)
 
@@ -126,26 +125,26 @@ class Pair(Drafter):
         self.second = second
         self.has_engines = first.has_engines or second.has_engines
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Request) -> None:
         self.first.begin(seq)
         self.second.begin(seq)
 
-    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         self.first.prefilled(seq, slot, start, tokens)
         self.second.prefilled(seq, slot, start, tokens)
 
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         return (*self.first.offers(seq, budget), *self.second.offers(seq, budget))
 
-    def move(self, seq: Sequence, source: int, target: int) -> None:
+    def move(self, seq: Request, source: int, target: int) -> None:
         self.first.move(seq, source, target)
         self.second.move(seq, source, target)
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         self.first.accept(seq, tree, outcome)
         self.second.accept(seq, tree, outcome)
 
-    def finish(self, seq: Sequence) -> None:
+    def finish(self, seq: Request) -> None:
         self.first.finish(seq)
         self.second.finish(seq)
 

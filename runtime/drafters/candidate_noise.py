@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, slots_of
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise
-from redraft.runtime.sequence import Sequence
 from redraft.types import FloatArray, IntArray
 
 
@@ -36,7 +35,7 @@ class SlotNoise:
         """Buffers [1] for calls of one sequence whose tree nobody reads."""
         return self._silent
 
-    def set(self, batch: abc.Sequence[Sequence], values: Mapping[str, Array], first: int = 0) -> None:
+    def set(self, batch: Sequence[Request], values: Mapping[str, Array], first: int = 0) -> None:
         """Set the inputs of the next call, whose slot i has sequence i. values: arrays of the call's integers.
 
         first: levels of the draft that earlier calls made.
@@ -69,7 +68,7 @@ class SlotNoise:
             buffers[name].write(values)
         return buffers
 
-    def _factors(self, noises: abc.Sequence[DraftNoise]) -> dict[str, Array]:
+    def _factors(self, noises: Sequence[DraftNoise]) -> dict[str, Array]:
         return {
             names.DRAFT_LOGIT_SCALE: np.array([noise.logit_scale(self._own) for noise in noises], np.float32),
             names.NOISE_SCALE: np.array([noise.temperature for noise in noises], np.float32),
@@ -88,7 +87,7 @@ class ChainProposal:
     """
 
     def __init__(
-        self, rows: Callable[[], abc.Sequence[FloatArray] | Array], scale: float, tokens: IntArray | None,
+        self, rows: Callable[[], Sequence[FloatArray] | Array], scale: float, tokens: IntArray | None,
         added: AddedLogits | None = None,
     ) -> None:  # fmt: skip
         self.tokens = tokens

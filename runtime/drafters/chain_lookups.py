@@ -11,16 +11,17 @@ same bytes, so the drafter learns how often it does.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import abc, defaultdict
+from collections import defaultdict
+from collections.abc import Sequence
 
 from redraft.methods.unbuilt import LONGEST_MATCH
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, moved
-from redraft.runtime.offers import Offer, OfferKey
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.constraints import Constraint
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.offers import Offer, OfferKey
+from redraft.runtime.trees.tree import make_tree
 from redraft.types import Budget, OfferKind, Outcome, Tree
 
 NEAR = 24
@@ -40,7 +41,7 @@ class PredictedText:
     matched: tokens before it that agree with the sequence, at most LONGEST_MATCH.
     """
 
-    def __init__(self, text: abc.Sequence[int], prompt_length: int) -> None:
+    def __init__(self, text: Sequence[int], prompt_length: int) -> None:
         self.text = text
         self.rates = [1 - (1 - _UNMATCHED) / (1 + matched) for matched in range(LONGEST_MATCH + 1)]
         self.place = 0
@@ -51,7 +52,7 @@ class PredictedText:
         for place, token in enumerate(text):
             self._places[token].append(place)
 
-    def follow(self, tokens: abc.Sequence[int]) -> None:
+    def follow(self, tokens: Sequence[int]) -> None:
         """Advance by the tokens committed since the last call."""
         text = self.text
         for token in tokens[self._seen :]:
@@ -62,7 +63,7 @@ class PredictedText:
         if self.matched == 0:
             self._seek(tokens)
 
-    def expected(self, most: int) -> abc.Sequence[int]:
+    def expected(self, most: int) -> Sequence[int]:
         """Return at most `most` tokens of the text that follow."""
         return self.text[self.place : self.place + most]
 
@@ -75,7 +76,7 @@ class PredictedText:
         kind = min(self.matched + step, LONGEST_MATCH)
         self.rates[kind] = moved(self.rates[kind], is_correct, _PREDICTION_RATE)
 
-    def _seek(self, tokens: abc.Sequence[int]) -> None:
+    def _seek(self, tokens: Sequence[int]) -> None:
         """Continue at the position with the longest agreement with the latest tokens, the nearest of several."""
         places = self._places.get(tokens[-1], [])
         middle = bisect_left(places, self.place)
@@ -87,7 +88,7 @@ class PredictedText:
                 best = max(best, (length, -away, place + 1))
         self.matched, _, self.place = best
 
-    def _agreement(self, tokens: abc.Sequence[int], place: int) -> int:
+    def _agreement(self, tokens: Sequence[int], place: int) -> int:
         """Return how many tokens up to `place` agree with the latest ones."""
         length = 0
         while length < min(LONGEST_MATCH, place + 1, len(tokens)) and self.text[place - length] == tokens[-1 - length]:
@@ -106,14 +107,14 @@ class ForcedTokens:
     rate: share of forced tokens that the model chose.
     """
 
-    def __init__(self, constraint: Constraint, tokens: abc.Sequence[int]) -> None:
+    def __init__(self, constraint: Constraint, tokens: Sequence[int]) -> None:
         self.rate = _ASSUMED
         self.drafted: list[int] = []
         self._constraint = constraint
         self._state = constraint.begin(tokens)
         self._seen = len(tokens)
 
-    def follow(self, tokens: abc.Sequence[int]) -> None:
+    def follow(self, tokens: Sequence[int]) -> None:
         """Advance by the tokens committed since the last call."""
         for token in tokens[self._seen :]:
             self._state = self._constraint.advance(self._state, token)
@@ -142,7 +143,7 @@ class ChainLookup(Drafter):
         super().__init__(verifier)
         self._key = OfferKey(self.name, OfferKind.LOOKUP)
 
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         """Return the chain, unless it has no token."""
         state: PredictedText | ForcedTokens = seq.drafting[self]
         state.follow(seq.tokens)
@@ -158,7 +159,7 @@ class ChainLookup(Drafter):
             return ()
         return (Offer(self._key, make_tree(tokens, list(range(-1, len(tokens) - 1)), probs)),)
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Learn from the draft: its tokens are correct or wrong, verified or not."""
         state: PredictedText | ForcedTokens = seq.drafting[self]
         drafted, state.drafted = state.drafted, []
@@ -173,7 +174,7 @@ class PredictionDrafter(ChainLookup):
 
     name = "prediction"
 
-    def predict(self, seq: Sequence, text: abc.Sequence[int]) -> None:
+    def predict(self, seq: Request, text: Sequence[int]) -> None:
         """Set `text` as the prediction for `seq`."""
         seq.drafting[self] = PredictedText(text, seq.prompt_length)
 
@@ -183,6 +184,6 @@ class ForcedDrafter(ChainLookup):
 
     name = "forced"
 
-    def constrain(self, seq: Sequence, constraint: Constraint) -> None:
+    def constrain(self, seq: Request, constraint: Constraint) -> None:
         """Set the constraint of `seq`."""
         seq.drafting[self] = ForcedTokens(constraint, seq.tokens)

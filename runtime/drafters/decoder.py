@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -31,10 +30,10 @@ from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
 from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
 from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.steps import LruCache
-from redraft.runtime.tree import root_only, within
-from redraft.runtime.verifier import WARM_SLOTS, Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.interface import LruCache
+from redraft.runtime.steps.verifier import WARM_SLOTS, Verifier
+from redraft.runtime.trees.tree import root_only, within
 from redraft.types import Budget, DraftTree, Draws, FloatArray, Tree
 
 STEP_COUNTS = (1, 2, 4, 8, 16)
@@ -53,7 +52,7 @@ class Drafting:
     cache_len: int = 0
     drafted: list[int] = field(default_factory=list)
 
-    def commit(self, tokens: abc.Sequence[int]) -> None:
+    def commit(self, tokens: Sequence[int]) -> None:
         """Keep the rows of drafted tokens that were committed. The last token's row is computed again."""
         most = len(tokens) - 1
         for token in self.drafted:
@@ -83,19 +82,19 @@ class DecoderDrafter(EngineDrafter):
         if self._device.asynchronous:
             self._warm()
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Request) -> None:
         seq.drafting[self] = Drafting()
 
-    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Compute the rows of the prompt so far, but the last few."""
         self._catch_up(seq, slot, start + tokens)
 
-    def move(self, seq: Sequence, source: int, target: int) -> None:
+    def move(self, seq: Request, source: int, target: int) -> None:
         """Copy the drafter's rows of `seq` to another slot, also those of drafted tokens that were committed."""
         seq.drafting[self].commit(seq.tokens)
         super().move(seq, source, target)
 
-    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         """Draft a chain for each sequence, up to the token that ends it by its budget, or a tree if the shape is wide.
 
         Drawn candidates are chains: a tree's logits after equal tokens of a level differ, which no `Proposal` can tell.
@@ -108,7 +107,7 @@ class DecoderDrafter(EngineDrafter):
             return self._draft_trees(batch, budgets, widths)
         return self._draft_chains(batch, budgets)
 
-    def _draft_chains(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
+    def _draft_chains(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         steps = self.shape.steps
         chains = [Chain.of(seq, budget, steps) for seq, budget in zip(batch, budgets, strict=True)]
         if not any(chain.left for chain in chains):
@@ -132,7 +131,7 @@ class DecoderDrafter(EngineDrafter):
                 seq.drafting[self].drafted = chain.tokens[1:level]
         return [self._tree(seq, chain) for seq, chain in zip(batch, chains, strict=True)]
 
-    def _begin(self, batch: abc.Sequence[Sequence], levels: abc.Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    def _begin(self, batch: Sequence[Request], levels: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Return the valid rows of each slot, and the tokens to compute after them; none for slots without a draft."""
         starts, pending = [], []
         for slot, (seq, left) in enumerate(zip(batch, levels, strict=True)):
@@ -154,9 +153,9 @@ class DecoderDrafter(EngineDrafter):
     def _prepare(
         self,
         slots: range,
-        starts: abc.Sequence[int],
-        pending: abc.Sequence[abc.Sequence[int]],
-        batch: abc.Sequence[Sequence] = (),
+        starts: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        batch: Sequence[Request] = (),
     ) -> None:
         """Compute what the rows of the next call read: these pending tokens after the first rows of each slot.
 
@@ -176,8 +175,8 @@ class DecoderDrafter(EngineDrafter):
         return STEP_COUNTS[bisect_right(STEP_COUNTS, left) - 1]
 
     def _extend(
-        self, batch: abc.Sequence[Sequence], chains: abc.Sequence[Chain], starts: abc.Sequence[int],
-        pending: abc.Sequence[abc.Sequence[int]], level: int, levels: int,
+        self, batch: Sequence[Request], chains: Sequence[Chain], starts: Sequence[int],
+        pending: Sequence[Sequence[int]], level: int, levels: int,
     ) -> None:  # fmt: skip
         """Compute pending tokens after the first rows of each slot, and add `levels` levels to the chains."""
         call = self._first_call(starts, pending, levels)
@@ -191,9 +190,7 @@ class DecoderDrafter(EngineDrafter):
                     if seq.noise.drawn:
                         chain.logits.append(call.logits(slot, step))
 
-    def _draft_trees(
-        self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], widths: abc.Sequence[int]
-    ) -> list[Tree]:
+    def _draft_trees(self, batch: Sequence[Request], budgets: Sequence[Budget], widths: Sequence[int]) -> list[Tree]:
         """Draft a tree for each sequence, a level a run. Each run computes the rows of all expanded nodes again."""
         steps = [min(budget.depth, self.shape.steps) if budget.nodes else 0 for budget in budgets]
         starts, pending = self._begin(batch, steps)
@@ -226,9 +223,7 @@ class DecoderDrafter(EngineDrafter):
             for seq, tree, budget, drawn in zip(batch, trees, budgets, logits, strict=True)
         ]
 
-    def _first_call(
-        self, starts: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], levels: int = 1
-    ) -> DraftCall:
+    def _first_call(self, starts: Sequence[int], pending: Sequence[Sequence[int]], levels: int = 1) -> DraftCall:
         """Return the call that computes pending tokens after the first rows of each slot, with its rows set."""
         call = self._call(range(len(starts)), self._width(max(map(len, pending))), levels)
         call.fill(starts, pending, self._positions)
@@ -236,9 +231,9 @@ class DecoderDrafter(EngineDrafter):
 
     def _level_call(
         self,
-        starts: abc.Sequence[int],
-        pending: abc.Sequence[abc.Sequence[int]],
-        trees: abc.Sequence[GrowingTree | None],
+        starts: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        trees: Sequence[GrowingTree | None],
         ends: int,
     ) -> DraftCall:
         """Return the call that computes the trees' expanded nodes after these rows, with its rows set."""
@@ -247,14 +242,14 @@ class DecoderDrafter(EngineDrafter):
         call.fill_tree([start + len(rows) for start, rows in zip(starts, pending, strict=True)], trees)
         return call
 
-    def _proposal(self, seq: Sequence, rows: abc.Sequence[FloatArray]) -> ChainProposal | None:
+    def _proposal(self, seq: Request, rows: Sequence[FloatArray]) -> ChainProposal | None:
         """Return the distributions of a chain's tokens, if they were drawn."""
         if not seq.noise.drawn:
             return None
         scale = seq.noise.logit_scale(self.shape.draft_logit_scale)
         return ChainProposal(lambda: rows, scale, self._host_tables.get(names.DRAFT_VOCABULARY))
 
-    def _tree(self, seq: Sequence, chain: Chain) -> Tree:
+    def _tree(self, seq: Request, chain: Chain) -> Tree:
         """Return the draft as a tree on the host."""
         nodes = len(chain.tokens)
         if nodes == 1:
@@ -263,14 +258,14 @@ class DecoderDrafter(EngineDrafter):
         tokens, log_probs = np.array(chain.tokens, np.int64), np.array(chain.log_probs, np.float32)
         return DraftTree(tokens, np.arange(-1, nodes - 1), log_probs, Draws.of(proposal, nodes))
 
-    def _catch_up(self, seq: Sequence, slot: int, end: int) -> None:
+    def _catch_up(self, seq: Request, slot: int, end: int) -> None:
         """Compute rows of the first `end` tokens of a sequence until at most CATCH_UP are pending."""
         state: Drafting = seq.drafting[self]
         state.commit(seq.tokens)
         while end - state.cache_len > CATCH_UP:
             self._compute(seq, slot)
 
-    def _compute(self, seq: Sequence, slot: int) -> None:
+    def _compute(self, seq: Request, slot: int) -> None:
         """Compute the next CATCH_UP rows of a sequence."""
         state: Drafting = seq.drafting[self]
         slots, starts = range(slot, slot + 1), [state.cache_len]

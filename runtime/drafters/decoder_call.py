@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, HostOutputs, Program, slots_of
-from redraft.runtime.bound_step import bound
 from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.drafters.growing_tree import GrowingTree
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.bound_step import bound
 from redraft.types import FloatArray
 
 
@@ -25,7 +24,7 @@ class DraftCall:
 
     def __init__(  # noqa: PLR0913 - the sizes and buffers of one call
         self, device: Device, program: Program, sequences: int, width: int, first: Mapping[str, Buffer],
-        later: Mapping[str, Buffer], logits: abc.Sequence[Buffer],
+        later: Mapping[str, Buffer], logits: Sequence[Buffer],
     ) -> None:  # fmt: skip
         self.width = width
         ends = logits[0].shape[1]
@@ -59,7 +58,7 @@ class DraftCall:
             tokens = known[names.CANDIDATES].part(sequences, 1)
         self.work = device.chain([self._host_inputs.send, *runs, *fetches])
 
-    def fill(self, starts: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], positions: Array) -> None:
+    def fill(self, starts: Sequence[int], pending: Sequence[Sequence[int]], positions: Array) -> None:
         """Set the next run's rows: pending tokens after the first rows of each slot. A slot may have none."""
         values, levels = self._host_inputs.open(), len(self._chosen)
         tokens = values[names.TOKEN_IDS]
@@ -78,7 +77,7 @@ class DraftCall:
             rows_of = self.width if level == 0 else 1
             values[_at(names.KV_LEN, level)][0] = values[_at(names.CACHE_LEN, level)].max() + rows_of
 
-    def fill_tree(self, starts: abc.Sequence[int], trees: abc.Sequence[GrowingTree | None]) -> None:
+    def fill_tree(self, starts: Sequence[int], trees: Sequence[GrowingTree | None]) -> None:
         """Set the next run's rows: the expanded nodes of each slot's tree, after its first rows."""
         values = self._host_inputs.open()
         mask = np.tile(np.eye(self.width, dtype=np.bool_), (len(starts), 1, 1))
@@ -95,7 +94,7 @@ class DraftCall:
         values[_at(names.KV_LEN, 0)][0] = max(starts) + self.width
         self._mask.write(mask)
 
-    def sample(self, noise: SlotNoise, batch: abc.Sequence[Sequence], first: int) -> None:
+    def sample(self, noise: SlotNoise, batch: Sequence[Request], first: int) -> None:
         """Set the noise of the next run, whose first level is level `first` of its draft."""
         values = self._host_inputs.open()
         noise.set(batch, {names.NOISE_KEYS: self._keys, names.DRAWN: values[names.DRAWN]}, first)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -23,13 +22,13 @@ from redraft.engines.device import Array, Buffer, Device, Program, Work, byte_si
 from redraft.engines.drafters import BuiltDrafter
 from redraft.errors import UsageError
 from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
-from redraft.runtime.bound_step import gathered, slot_copy
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.candidate_noise import SlotNoise
-from redraft.runtime.profiling import WAIT
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.steps import LruCache
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.observe.profiling import WAIT
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.bound_step import gathered, slot_copy
+from redraft.runtime.steps.interface import LruCache
+from redraft.runtime.steps.verifier import Verifier
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
@@ -96,7 +95,7 @@ class EngineDrafter(TreeMaker):
         """Calls of one kind in memory."""
         return MOST_CALLS * -(-self.verifier.max_num_seqs // 4)
 
-    def move(self, seq: Sequence, source: int, target: int) -> None:
+    def move(self, seq: Request, source: int, target: int) -> None:
         self._copy_slot(source, target, seq.drafting[self].cache_len)
 
     @abstractmethod
@@ -142,7 +141,7 @@ class FeatureBuffers(EngineDrafter):
             for place, state in enumerate(self._hidden_states)
         }
 
-    def _state_of(self, seq: Sequence) -> Any:
+    def _state_of(self, seq: Request) -> Any:
         """Return the state of `seq`; None if another method drafts for it."""
         return seq.drafting.get(self)
 
@@ -158,7 +157,7 @@ class PendingFeatures(FeatureBuffers):
     def _shifts(self) -> LruCache[int, Shift]:
         return LruCache(self._most_calls, self._device.wait)
 
-    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
+    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
         """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
         space = space_before(rows)
         found, reads = [], False
@@ -171,7 +170,7 @@ class PendingFeatures(FeatureBuffers):
         return found if reads else None
 
     @abstractmethod
-    def _make_space(self, seq: Sequence, slot: int) -> None:
+    def _make_space(self, seq: Request, slot: int) -> None:
         """Use CATCH_UP rows of a sequence that has more, and drop them."""
 
     def _drop(self, slot: int) -> None:
@@ -198,7 +197,7 @@ def space_before(rows: int) -> int:
 class Shift:
     """Moves the pending rows of a slot to the front after a call has used the first CATCH_UP ones."""
 
-    def __init__(self, device: Device, gather: Program, pending: abc.Sequence[Buffer]) -> None:
+    def __init__(self, device: Device, gather: Program, pending: Sequence[Buffer]) -> None:
         space = pending[0].shape[1] - CATCH_UP
         path, start = device.empty("int64", 1, space), device.empty("int64", 1)
         path.write(np.arange(CATCH_UP, CATCH_UP + space)[None])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import replace
 
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.requests.request import Request
 from redraft.types import Budget, Tree
 
 
 class FeatureTreeDrafter(HiddenStateDrafter):
     """Drafts a tree in one engine call. A tree of draws is its chain of first draws, whose distributions are kept."""
 
-    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         """See `HiddenStateDrafter.draft`. The first nodes of a tree of draws are that chain."""
         chains = [
             replace(budget, nodes=min(budget.nodes, budget.depth, self.shape.steps)) if seq.noise.drawn else budget

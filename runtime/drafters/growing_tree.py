@@ -6,13 +6,13 @@ the likeliest of all nodes. Joint probabilities never grow along a path, so pare
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, log
 
 import numpy as np
 
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.requests.request import Request
 from redraft.types import BoolArray, Budget, DraftTree, Draws, FloatArray, Proposal
 
 
@@ -42,7 +42,7 @@ class Chain:
     logits: list[FloatArray] = field(default_factory=list)
 
     @classmethod
-    def of(cls, seq: Sequence, budget: Budget, steps: int) -> Chain:
+    def of(cls, seq: Request, budget: Budget, steps: int) -> Chain:
         """Return the chain of the root alone."""
         left = min(budget.depth, budget.nodes, steps) if budget.width else 0
         return cls(left, *least_log_probs(budget, seq.noise.drawn), [seq.tokens[-1]])
@@ -88,9 +88,7 @@ class GrowingTree:
         """Return the tree of the root alone. drawn: candidates are drawn."""
         return cls(width, most, *least_log_probs(budget, drawn), [root])
 
-    def grow(
-        self, tokens: abc.Sequence[abc.Sequence[int]], log_probs: abc.Sequence[abc.Sequence[float]], last: bool
-    ) -> None:
+    def grow(self, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], last: bool) -> None:
         """Add candidates of the nodes in `ends`, best first, and choose the next ones; none after the last level."""
         grown = []
         for parent, found, shares in zip(self.ends, tokens, log_probs, strict=False):

@@ -9,8 +9,7 @@ Other data that it would overwrite are saved before and restored.
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redraft import names
@@ -19,8 +18,8 @@ from redraft.engines.drafters import BuiltDrafter
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.verifier import WARM_SLOTS, Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.verifier import WARM_SLOTS, Verifier
 from redraft.types import Outcome, Tree
 
 _CATCH_UP_CALL = "catch_up"
@@ -42,19 +41,19 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
             for slot in several
         ]
 
-    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Compute all pending rows but the last few. The token of the last row is not known yet."""
         seq.drafting[self].pending += tokens
         while seq.drafting[self].pending > CATCH_UP:
             self._make_space(seq, slot)
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Update the counts of pending rows. The verifier has gathered the rows already."""
         drafting: Drafting = seq.drafting[self]
         drafting.pending += 1 + len(outcome.path)
         drafting.used += 1 + len(outcome.path)
 
-    def _ready(self, seq: Sequence, slot: int) -> int:
+    def _ready(self, seq: Request, slot: int) -> int:
         """Return how many rows of a sequence are pending, after computing all but the last CATCH_UP."""
         drafting: Drafting = seq.drafting[self]
         if not drafting.pending:
@@ -63,7 +62,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
             self._make_space(seq, slot)
         return drafting.pending
 
-    def _run_draft(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
+    def _run_draft(self, call: TreeCall, batch: Sequence[Request], rows: Sequence[int]) -> None:
         """Run a draft, and keep the chains of sequences without rows."""
         backups = self._chain_backups(batch, rows)
         for backup in backups:
@@ -88,7 +87,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
             others[names.CHAIN_LOGITS] = self._lost_chain = self._lost_chain or _like(self._device, chain)
         return self._over(DRAFT, slots, width, others, None)
 
-    def _make_space(self, seq: Sequence, slot: int) -> None:
+    def _make_space(self, seq: Request, slot: int) -> None:
         """Compute CATCH_UP rows of a sequence that has more, and move the rest to the front. Overwrites its chain."""
         drafting: Drafting = seq.drafting[self]
         call = self._call(_CATCH_UP_CALL, range(slot, slot + 1), self._width(CATCH_UP))
@@ -97,7 +96,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         drafting.used = self.shape.steps
         self._drop(slot)
 
-    def _fill(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
+    def _fill(self, call: TreeCall, batch: Sequence[Request], rows: Sequence[int]) -> None:
         """Set the next run's inputs: the first rows[i] pending rows of sequence i. No rows mean no draft."""
         cache_len = [state.cache_len if (state := self._state_of(seq)) else 0 for seq in batch]
         tokens = self._fill_rows(call, rows, cache_len)
@@ -108,7 +107,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
                 drafting.cache_len += count
                 drafting.pending -= count
 
-    def _fill_rows(self, call: TreeCall, rows: abc.Sequence[int], cache_len: abc.Sequence[int]) -> Array:
+    def _fill_rows(self, call: TreeCall, rows: Sequence[int], cache_len: Sequence[int]) -> Array:
         """Set the position and number of the next draft's rows. Returns their tokens [B, M] for the caller to fill."""
         values = call.host_inputs.open()
         positions, pending, lengths = values[names.POSITIONS], values[names.NUM_PENDING], values[names.CACHE_LEN]
@@ -122,7 +121,7 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
             values[names.DRAFTED][:] = rows
         return values[names.TOKENS]
 
-    def _chain_backups(self, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> list[_Backup]:
+    def _chain_backups(self, batch: Sequence[Request], rows: Sequence[int]) -> list[_Backup]:
         """Return copies of the chains that a draft overwrites although it computes no row of their sequences."""
         if 0 not in rows or not self._chains:
             return []

@@ -33,16 +33,16 @@ This differs from the paper's algorithm in four points, none of which changes a 
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from redraft.methods import find_method
 from redraft.methods.unbuilt import LookaheadOptions
 from redraft.runtime.drafters.lookup import GrowingDraft, LookupDrafter
-from redraft.runtime.offers import Offer
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree, within
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.offers import Offer
+from redraft.runtime.trees.tree import make_tree, within
 from redraft.types import NOT_REACHED, Budget, Outcome, Tree
 
 Ngram = tuple[int, ...]
@@ -82,7 +82,7 @@ class Column:
 class Window:
     """The columns of a request. In column 0 the root takes the place of the first guess."""
 
-    def __init__(self, columns: int, rows: int, seeds: abc.Sequence[int]) -> None:
+    def __init__(self, columns: int, rows: int, seeds: Sequence[int]) -> None:
         """Fill the cells row by row with `seeds`, over and over."""
         self.columns = [
             Column([seeds[(row * columns + place) % len(seeds)] for row in range(rows)], rows)
@@ -94,7 +94,7 @@ class Window:
         chain = [column.tokens[0] for column in self.columns[1:columns]]
         return [[*chain[:place], *column.tokens[1:]] for place, column in enumerate(self.columns[:columns])]
 
-    def iterate(self, root: int, targets: abc.Sequence[int]) -> list[Ngram]:
+    def iterate(self, root: int, targets: Sequence[int]) -> list[Ngram]:
         """Do one Jacobi iteration, and return the n-grams that it completed, column 0 first.
 
         targets: the verifier's tokens after the last cells of the first columns; NOT_REACHED if it computed none, which
@@ -134,17 +134,17 @@ class LookaheadDraft(GrowingDraft):
 
     rates: list[float] = field(default_factory=list)
     pinned: list[bool] = field(default_factory=lambda: [False])
-    guesses: list[abc.Sequence[int]] = field(default_factory=list)
+    guesses: list[Sequence[int]] = field(default_factory=list)
     _nodes: dict[tuple[int, int], int] = field(default_factory=dict)
     _children: list[int] = field(default_factory=lambda: [0])
 
-    def add_ngram(self, path: abc.Sequence[int]) -> None:
+    def add_ngram(self, path: Sequence[int]) -> None:
         """Add a path of candidates below the root."""
         node = 0
         for depth, token in enumerate(path):
             node = self._child(node, token, depth * RANKS + min(self._children[node], RANKS - 1))
 
-    def add_guesses(self, path: abc.Sequence[int]) -> None:
+    def add_guesses(self, path: Sequence[int]) -> None:
         """Add a path of pinned guesses below the root."""
         self.guesses.append(path)
         node = 0
@@ -185,11 +185,11 @@ class LookaheadDrafter(LookupDrafter):
         self._rows = self.options.max_ngram_size - 1
         self._rates = [*_FIRST, *_LATER * (self._rows - 1), _GUESS]
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Request) -> None:
         """Create the window from the prompt, and an empty pool."""
         seq.drafting[self] = RequestState(Window(self._columns, self._rows, seq.tokens), Pool(self._most))
 
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         """Return one tree of n-grams and pinned guesses."""
         state: RequestState = seq.drafting[self]
         draft = state.draft = LookaheadDraft([seq.tokens[-1]], rates=self._rates)
@@ -213,7 +213,7 @@ class LookaheadDrafter(LookupDrafter):
                 return columns
         return 0
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Learn from the draft, update the window, and add its n-grams to the pool."""
         state: RequestState = seq.drafting[self]
         passed = len(outcome.tokens)
@@ -227,7 +227,7 @@ class LookaheadDrafter(LookupDrafter):
         state.window.move(passed)
 
 
-def targets_after(paths: abc.Sequence[abc.Sequence[int]], tree: Tree, outcome: Outcome) -> list[int]:
+def targets_after(paths: Sequence[Sequence[int]], tree: Tree, outcome: Outcome) -> list[int]:
     """Return the verifier's token after the end of each path below the root; NOT_REACHED if the tree lacks a path."""
     nodes = {key: node for node, key in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
     targets = []

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 from redraft.engines.bundle import Bundle
 from redraft.methods import Method
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.offers import OfferKey
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.offers import OfferKey
 from redraft.types import OfferKind
 
 LEAST_PROBABILITY = 0.03

@@ -6,7 +6,7 @@ step a token. After j accepted tokens the bonus uses step j + 1, and the logits 
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from functools import cached_property, partial
 
 from redraft import names
@@ -15,7 +15,7 @@ from redraft.methods.lyanna_token_info import lookup
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.candidate_noise import AddedLogits
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.requests.request import Request
 from redraft.types import Budget, Tree
 
 
@@ -33,11 +33,11 @@ class LyannaDrafter(HiddenStateDrafter):
         """Token information."""
         return partial(lookup, self._host_tables)
 
-    def remaining(self, seq: Sequence) -> int:
+    def remaining(self, seq: Request) -> int:
         left: int = self.shape.steps - seq.drafting[self].used
         return left if self.options.resample and left > self.options.threshold else 0
 
-    def resample(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
+    def resample(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         call = self._call(RESAMPLE, range(len(batch)), 0)
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]

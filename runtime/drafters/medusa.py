@@ -6,29 +6,29 @@ one.
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 
 from redraft import names
 from redraft.engines.device import Array
 from redraft.runtime.drafters.engine import space_before
 from redraft.runtime.drafters.one_call import OneCallDrafter, TreeCall
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.requests.request import Request
 from redraft.types import Outcome, Tree
 
 
 class MedusaDrafter(OneCallDrafter):
     """Drafts from the hidden state that gave a sequence's last token."""
 
-    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
+    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
         """Return 0 for each sequence: no row is kept. Raises UsageError without space for `rows` rows."""
         space_before(rows)
         return [0] * len(batch) if any([self._state_of(seq) is not None for seq in batch]) else None
 
-    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Note the rows of a chunk."""
         seq.drafting[self].pending = tokens
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Note the rows of the accepted path, the root's included."""
         seq.drafting[self].pending = 1 + len(outcome.path)
 
@@ -40,16 +40,16 @@ class MedusaDrafter(OneCallDrafter):
         """Return 1: a draft reads one row."""
         return 1
 
-    def _ready(self, seq: Sequence, slot: int) -> int:
+    def _ready(self, seq: Request, slot: int) -> int:
         """Return the number of the row to read, from 1."""
         number: int = seq.drafting[self].pending
         return number
 
-    def _fill(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
+    def _fill(self, call: TreeCall, batch: Sequence[Request], rows: Sequence[int]) -> None:
         """Set the row that each sequence reads, and its last token."""
         self._fill_rows(call, rows, [])[:] = [seq.tokens[-1] for seq in batch]
 
-    def _fill_rows(self, call: TreeCall, rows: abc.Sequence[int], cache_len: abc.Sequence[int]) -> Array:
+    def _fill_rows(self, call: TreeCall, rows: Sequence[int], cache_len: Sequence[int]) -> Array:
         """Set the row that each sequence reads. Returns their tokens [B] for the caller to fill."""
         values = call.host_inputs.open()
         values[names.NUM_PENDING][:] = [row or 1 for row in rows]

@@ -7,16 +7,17 @@ each kind are correct, so that trees can be pruned by joint probability.
 
 from __future__ import annotations
 
-from collections import abc, defaultdict
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from redraft.methods import NGRAM, find_method
 from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
 from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter
-from redraft.runtime.offers import Offer
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree, prune
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.offers import Offer
+from redraft.runtime.trees.tree import make_tree, prune
 from redraft.types import Budget, Outcome, Tree
 
 MOST_BRANCHES = 4
@@ -116,10 +117,10 @@ class NgramDrafter(LookupDrafter):
         super().__init__(verifier, options)
         self._rates = [first * later for first in STARTING_RATES for later in _LATER_SIBLING]
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Request) -> None:
         seq.drafting[self] = NgramIndex(seq.tokens, self.options, self._rates)
 
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         """Return the looked-up tree, if the lookup found one."""
         index: NgramIndex = seq.drafting[self]
         index.extend()
@@ -129,7 +130,7 @@ class NgramDrafter(LookupDrafter):
         index.draft = draft
         return (Offer(self._key, prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)),)
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Learn from the draft: continuations of the decoded path are correct or wrong, verified or not."""
         index: NgramIndex = seq.drafting[self]
         draft, index.draft = index.draft, None

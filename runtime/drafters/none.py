@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.offers import Offer
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.requests.request import Request
+from redraft.runtime.trees.offers import Offer
 from redraft.types import Budget
 
 
 class NoDrafter(Drafter):
     """Offers nothing."""
 
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         return ()
 
 

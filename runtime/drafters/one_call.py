@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,14 @@ from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, s
 from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.host_device import array_of
 from redraft.names import DRAFT, RESAMPLE
-from redraft.runtime.bound_step import bound, gathered
-from redraft.runtime.device_tree import DeviceDrafts, TreeStore
 from redraft.runtime.drafters.candidate_noise import AddedLogits, ChainProposal
 from redraft.runtime.drafters.engine import FeatureBuffers
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.steps import LruCache
-from redraft.runtime.tree import root_only, within
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.bound_step import bound, gathered
+from redraft.runtime.steps.interface import LruCache
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.device_tree import DeviceDrafts, TreeStore
+from redraft.runtime.trees.tree import root_only, within
 from redraft.types import Budget, DraftTree, Draws, Proposal, Tree
 
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
@@ -64,13 +63,13 @@ class OneCallDrafter(FeatureBuffers):
             self._warm()
 
     @abstractmethod
-    def pending(self, batch: abc.Sequence[Sequence], rows: int, slots: range) -> list[int] | None:
-        """See `redraft.runtime.verifier.FeatureReader.pending`."""
+    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
+        """See `redraft.runtime.steps.verifier.FeatureReader.pending`."""
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Request) -> None:
         seq.drafting[self] = Drafting(used=self.shape.steps)
 
-    def draft(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         """Draft a tree for each sequence. Raises ValueError if a sequence has no new token since its last draft.
 
         Trees stay on a GPU, and the host sets only their numbers of nodes. If a budget is less deep or wide than the
@@ -92,18 +91,18 @@ class OneCallDrafter(FeatureBuffers):
         return self._made(call, batch, budgets, self._nodes, f"draft {self.name}")
 
     @abstractmethod
-    def _ready(self, seq: Sequence, slot: int) -> int:
+    def _ready(self, seq: Request, slot: int) -> int:
         """Return how many rows the next draft of a sequence reads, at least 1. Raises ValueError if there are none."""
 
     @abstractmethod
-    def _fill(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
+    def _fill(self, call: TreeCall, batch: Sequence[Request], rows: Sequence[int]) -> None:
         """Set the next run's inputs: the first rows[i] rows of sequence i. No rows mean no draft."""
 
     @abstractmethod
-    def _fill_rows(self, call: TreeCall, rows: abc.Sequence[int], cache_len: abc.Sequence[int]) -> Array:
+    def _fill_rows(self, call: TreeCall, rows: Sequence[int], cache_len: Sequence[int]) -> Array:
         """Set the next run's rows after `cache_len` ones of the drafter's KV. Returns their tokens for the caller."""
 
-    def _run_draft(self, call: TreeCall, batch: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> None:
+    def _run_draft(self, call: TreeCall, batch: Sequence[Request], rows: Sequence[int]) -> None:
         """Run a draft."""
         self._run(DRAFT, call.work)
 
@@ -156,9 +155,9 @@ class OneCallDrafter(FeatureBuffers):
     def _made(
         self,
         call: TreeCall,
-        batch: abc.Sequence[Sequence],
-        budgets: abc.Sequence[Budget],
-        nodes: abc.Sequence[int],
+        batch: Sequence[Request],
+        budgets: Sequence[Budget],
+        nodes: Sequence[int],
         stage: str,
     ) -> list[Tree]:
         """Return the trees of a call's latest run within the budgets, by slot. Each tree has at least `nodes` nodes."""
@@ -179,7 +178,7 @@ class OneCallDrafter(FeatureBuffers):
                 trees.append(drafts.tree(slot, budget.nodes))
         return trees
 
-    def _proposal(self, seq: Sequence, slot: int) -> Proposal | None:
+    def _proposal(self, seq: Request, slot: int) -> Proposal | None:
         """Return the distributions of the candidates of `seq`, if they were drawn from the unused steps."""
         state = self._state_of(seq)
         if state is None or not seq.noise.drawn:
@@ -243,7 +242,7 @@ class TreeCall:
 
     def __init__(  # noqa: PLR0913 - the sizes and buffers of one call
         self, device: Device, program: Program, step_programs: Mapping[str, Program], sizes: Mapping[str, int],
-        given: Mapping[str, Buffer], pending: abc.Sequence[Buffer], store: TreeStore | None,
+        given: Mapping[str, Buffer], pending: Sequence[Buffer], store: TreeStore | None,
     ) -> None:  # fmt: skip
         self.width = sizes["M"]
         self.stores = store is not None and sizes["B"] > 1
@@ -285,7 +284,7 @@ class TreeCall:
             names.present(names.STORED_TOKENS): tokens, names.present(names.STORED_PARENTS): parents,
         })  # fmt: skip
 
-    def drafts(self, nodes: abc.Sequence[int], proposals: abc.Sequence[Proposal | None], stage: str) -> DeviceDrafts:
+    def drafts(self, nodes: Sequence[int], proposals: Sequence[Proposal | None], stage: str) -> DeviceDrafts:
         """Return the trees of the latest run in this stage of a step. nodes: how many nodes of each tree exist."""
         return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage, proposals)
 

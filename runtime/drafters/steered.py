@@ -13,8 +13,7 @@ So hidden states of all committed tokens wait until a row has used them, or was 
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +21,11 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run
 from redraft.names import STEER
-from redraft.runtime.bound_step import gathered
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
 from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.steps import LruCache
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.bound_step import gathered
+from redraft.runtime.steps.interface import LruCache
 from redraft.types import Outcome, Tree
 
 
@@ -53,20 +52,20 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
         self.verifier.attach(self)
         super()._open()
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Request) -> None:
         """Create the state of `seq`."""
         seq.drafting[self] = SteeredDrafting()
 
-    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Compute the rows of the prompt so far, but the last few."""
         seq.drafting[self].pending += tokens
         super().prefilled(seq, slot, start, tokens)
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Count the hidden states of root and path. The verifier has gathered them already."""
         seq.drafting[self].pending += 1 + len(outcome.path)
 
-    def _make_space(self, seq: Sequence, slot: int) -> None:
+    def _make_space(self, seq: Request, slot: int) -> None:
         state: SteeredDrafting = seq.drafting[self]
         state.commit(seq.tokens)
         if state.cache_len - 1 - state.first < CATCH_UP:
@@ -77,9 +76,9 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
     def _prepare(
         self,
         slots: range,
-        starts: abc.Sequence[int],
-        pending: abc.Sequence[abc.Sequence[int]],
-        batch: abc.Sequence[Sequence] = (),
+        starts: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        batch: Sequence[Request] = (),
     ) -> None:
         """Compute the biases of the next call's rows, and those of a draft: of the last row of each slot."""
         width = self._width(max(map(len, pending)))
@@ -127,7 +126,7 @@ class SteerCall:
         device: Device,
         program: Program,
         gather: Program,
-        pending: abc.Sequence[Buffer],
+        pending: Sequence[Buffer],
         biases: Buffer,
         last: Buffer,
     ) -> None:
@@ -146,9 +145,7 @@ class SteerCall:
             runs.append(gathered(gather, source, inputs[names.PATH], features, start))
         self.work = device.chain([self._host_inputs.send, *runs, program.bind(known)])
 
-    def fill(
-        self, positions: Array, starts: abc.Sequence[int], rows: abc.Sequence[int], places: abc.Sequence[int]
-    ) -> None:
+    def fill(self, positions: Array, starts: Sequence[int], rows: Sequence[int], places: Sequence[int]) -> None:
         """Set the next run's rows: rows[b] ones from starts[b] on, whose hidden states begin at places[b]."""
         values = self._host_inputs.open()
         for slot, (start, count, place) in enumerate(zip(starts, rows, places, strict=True)):

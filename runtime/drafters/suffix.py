@@ -11,7 +11,7 @@ costs.
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from redraft.errors import UsageError
@@ -19,10 +19,10 @@ from redraft.methods import find_method
 from redraft.methods.unbuilt import SuffixOptions
 from redraft.runtime.drafters.lookup import LEAST_PROBABILITY, STARTING_RATES, GrowingDraft, LookupDrafter, moved
 from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixStore, SuffixTree
-from redraft.runtime.offers import Offer
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree, prune
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.offers import Offer
+from redraft.runtime.trees.tree import make_tree, prune
 from redraft.types import Budget, Outcome, Tree
 
 ENOUGH_PLACES = 3
@@ -68,7 +68,7 @@ class SuffixDraft(GrowingDraft):
         self.frequencies.append(frequency)
         return self.add(token, parent, prob, kind)
 
-    def learn(self, committed: abc.Sequence[int]) -> None:
+    def learn(self, committed: Sequence[int]) -> None:
         """Learn from the committed tokens, for every candidate whose parent is among them."""
         for node, is_correct in self.compared(committed):
             self.rates.learn(self.kinds[node], self.frequencies[node], is_correct)
@@ -82,7 +82,7 @@ class RequestState:
     indexed: int = 1
     drafts: list[SuffixDraft] = field(default_factory=list)
 
-    def extend(self, tokens: abc.Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Index the tokens after those of the last call."""
         self.tree.add(0, tokens, self.indexed)
         self.indexed = len(tokens)
@@ -116,16 +116,16 @@ class SuffixDrafter(LookupDrafter):
         if self.store is not None:
             self.store.forget(tenant)
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Request) -> None:
         state = seq.drafting[self] = RequestState(SuffixTree(self._context))
         state.extend(seq.tokens)
 
-    def finish(self, seq: Sequence) -> None:
+    def finish(self, seq: Request) -> None:
         """Add the output to the store."""
         if self.store is not None and seq.tenant is not None:
             self.store.add(seq.tenant, seq.tokens[: seq.prompt_length], seq.new_tokens)
 
-    def offers(self, seq: Sequence, budget: Budget) -> abc.Sequence[Offer]:
+    def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         """Return the trees from the request's text and from its tenant's outputs."""
         state: RequestState = seq.drafting[self]
         tokens = seq.tokens
@@ -139,7 +139,7 @@ class SuffixDrafter(LookupDrafter):
             if len(draft.tokens) > 1
         ]
 
-    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Learn from the drafts: candidates are correct or wrong, verified or not."""
         state: RequestState = seq.drafting[self]
         for draft in state.drafts:
@@ -147,7 +147,7 @@ class SuffixDrafter(LookupDrafter):
         state.drafts = []
 
     def _best(
-        self, tree: SuffixTree, tokens: abc.Sequence[int], budget: Budget, rates: Rates, repeats: bool = False
+        self, tree: SuffixTree, tokens: Sequence[int], budget: Budget, rates: Rates, repeats: bool = False
     ) -> SuffixDraft:
         """Return the draft with the largest sum of probabilities (section 3).
 
@@ -172,7 +172,7 @@ class SuffixDrafter(LookupDrafter):
         branches = [(0, 0, 1.0, paths)]
         while branches:
             parent, step, share, paths = branches.pop()
-            groups: dict[int, list[abc.Sequence[int]]] = {}
+            groups: dict[int, list[Sequence[int]]] = {}
             for path in paths:
                 if step < len(path):
                     groups.setdefault(path[step], []).append(path)
@@ -193,7 +193,7 @@ class SuffixDrafter(LookupDrafter):
         return max(min(int(factor * used), depth - used), 1)
 
 
-def _repeated(path: abc.Sequence[int], count: int) -> abc.Sequence[int]:
+def _repeated(path: Sequence[int], count: int) -> Sequence[int]:
     """Return a text, repeated to `count` tokens if it is shorter."""
     if len(path) >= count:
         return path

@@ -19,7 +19,7 @@ from redraft.runtime.sampling.noise import HashArray, all_ids, gumbel, hashes, l
 from redraft.runtime.sampling.processors import Processor
 from redraft.runtime.sampling.sampler import Sampler, at_token, top_two_margins
 from redraft.runtime.sampling.truncation import Support, support_of, token_logprobs
-from redraft.runtime.tree import layout
+from redraft.runtime.trees.tree import layout
 from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
 _NEAR = 6.0

@@ -29,7 +29,7 @@ from redraft.runtime.sampling.noise import row_key
 from redraft.runtime.sampling.path_sampler import PathSampler
 from redraft.runtime.sampling.processors import Processor
 from redraft.runtime.sampling.truncation import Support, support_of
-from redraft.runtime.tree import is_chain, layout
+from redraft.runtime.trees.tree import is_chain, layout
 from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
 Probs = NDArray[np.float64]

@@ -10,7 +10,7 @@ import numpy as np
 
 from redraft.errors import UsageError
 from redraft.runtime.sampling.truncation import TokenLogprobs, no_numbers
-from redraft.runtime.tree import accepted_path
+from redraft.runtime.trees.tree import accepted_path
 from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
 

@@ -19,16 +19,16 @@ from redraft.assembly.tokenizers import write_stand_in
 from redraft.config import BuildConfig
 from redraft.engines import Bundle, open_bundle, open_host
 from redraft.errors import RedraftError
-from redraft.runtime import scheduler
-from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cycle import Cycle
+from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.offers import Speculation
+from redraft.runtime.loop import scheduler
+from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
-from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import make_tree, root_only
-from redraft.runtime.verifier import open_verifier
+from redraft.runtime.steps.verifier import open_verifier
+from redraft.runtime.trees.offers import Speculation
+from redraft.runtime.trees.tree import make_tree, root_only
 from redraft.types import NO_SPECULATION, Budget, FloatArray, Outcome, Tree
 
 from .checkpoints import FIRST_WORD, SPECIAL_TOKENS, VOCABULARY, load_reference, write_checkpoint

@@ -21,8 +21,9 @@ from redraft.config import NATIVE, BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import Identity
-from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.loop import speculation
 from redraft.types import Costs
 
 PROMPTS = [[3, 4, 5, 6], [9, 3] * 8, [7]]

@@ -17,8 +17,9 @@ from redraft.assembly.models import Model
 from redraft.assembly.options import parse_drafter
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError
-from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculation
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.loop import speculation
 from redraft.types import Costs
 
 PROMPTS = [[3, 4, 5, 6], [9, 3] * 8, [7]]

@@ -26,7 +26,7 @@ from redraft.export.graph import attention
 from redraft.export.quantization import products, rounding
 from redraft.export.quantization.calibrate import Calibrator
 from redraft.export.reference import reference_logits
-from redraft.runtime.tree import make_tree
+from redraft.runtime.trees.tree import make_tree
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

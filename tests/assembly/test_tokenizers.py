@@ -16,7 +16,7 @@ from redraft.assembly.resolve import checkpoint_digests
 from redraft.assembly.tokenizers import SpecialTokens, write_text_files
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.runtime.tokenizer import Tokenizer
+from redraft.runtime.text.tokenizer import Tokenizer
 
 from .tokenizer_files import (
     NAMES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from redraft.bench.compare import Run
 from redraft.bench.prompts import BenchPrompt
 from redraft.runtime import Generation
-from redraft.runtime.metrics import Metrics
+from redraft.runtime.observe.metrics import Metrics
 
 TOKENS = tuple(range(13))
 """Twelve tokens after the first."""

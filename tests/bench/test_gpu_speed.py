@@ -16,8 +16,10 @@ from redraft.bench.gpu_speed import bounded, host_us, plain_share, step_ms_by_ac
 from redraft.bench.prompts import BenchPrompt
 from redraft.bench.roofline import traffic
 from redraft.engines import open_bundle
-from redraft.runtime import SamplingParams, bound_step, speculation
-from redraft.runtime.synthetic import Acceptance
+from redraft.runtime import SamplingParams
+from redraft.runtime.drafters.synthetic import Acceptance
+from redraft.runtime.loop import speculation
+from redraft.runtime.steps import bound_step
 from redraft.types import Budget, Costs
 
 

@@ -26,7 +26,7 @@ from redraft.engines.tensorrt_records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError
 from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.runtime import api
-from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.controllers.cost import VerifyCosts
 
 DECODER = Decoder()
 TOKENS, KV_LEN = 3, 40

@@ -6,7 +6,7 @@ import pytest
 
 from redraft.bench.stages import profile, table
 from redraft.errors import UsageError
-from redraft.runtime.profiling import Recorded
+from redraft.runtime.observe.profiling import Recorded
 
 
 def step(start: float, verify_ms: float) -> list[Recorded]:

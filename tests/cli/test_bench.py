@@ -20,7 +20,7 @@ from redraft.cli.bench_report import check_same_model
 from redraft.engines.manifest import load_manifest
 from redraft.errors import UsageError
 from redraft.runtime import Generation, Runtime, SamplingParams
-from redraft.runtime.metrics import Metrics
+from redraft.runtime.observe.metrics import Metrics
 
 FIGURES = {"tokens_per_second", "speedup", "mean_acceptance_length", "identical_to_plain", "prompts", "tokens",
            "overhead_fraction"}  # fmt: skip

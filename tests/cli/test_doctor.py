@@ -13,7 +13,7 @@ from tests.little import Redraft
 from redraft.cli import doctor, doctor_engines, main
 from redraft.cli.console import Finding
 from redraft.errors import BackendError
-from redraft.runtime.exactness import Exactness
+from redraft.runtime.steps.exactness import Exactness
 
 
 def test_doctor_shows_the_size_of_the_engine_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

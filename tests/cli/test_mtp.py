@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.profiling import Recording
+from redraft.runtime.observe.profiling import Recording
 
 PROMPTS = ["def add(a, b):\n    return", "Tom has 3 apples. He buys", "import os\n\n\ndef"]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)

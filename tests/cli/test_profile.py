@@ -25,8 +25,8 @@ from redraft.cli.nsys import parse, profile_options
 from redraft.cli.profile import ProfileRun, decode
 from redraft.engines import open_bundle
 from redraft.runtime import api
-from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.profiling import Recorded, Recording
+from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.observe.profiling import Recorded, Recording
 
 RUN = ("--prompt", "abc abc abc", "--max-new-tokens", "24", "--method", "ngram")
 

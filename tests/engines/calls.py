@@ -15,7 +15,7 @@ from redraft.engines.device import numpy_type, sized
 from redraft.methods.lyanna import METHOD
 from redraft.names import Dtype, TensorSpec
 from redraft.runtime.sampling.noise import row_key
-from redraft.runtime.tree import ancestor_mask
+from redraft.runtime.trees.tree import ancestor_mask
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -16,7 +16,7 @@ from redraft.engines.host_device import HostDevice
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.export.graph.step_graphs import export_step_graphs
-from redraft.runtime.bound_step import slot_copy
+from redraft.runtime.steps.bound_step import slot_copy
 from tests.standins.cuda import FakeCuda
 from tests.standins.tensorrt import FakeTensorRt, write_engine
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.plugins.library import DTYPES, AttentionArgs, CompactArgs, Kernels
-from redraft.runtime.tree import ancestor_mask
+from redraft.runtime.trees.tree import ancestor_mask
 
 from .devices import DeviceMemory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from redraft.runtime import Runtime
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.steps.verifier import Verifier
 from tests.conftest import Once
 
 from .fakes import fix_costs

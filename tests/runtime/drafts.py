@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Mapping, Sequence
 
-from redraft.runtime.controller import Controller, FixedBudget
-from redraft.runtime.cost import CostCurve
+from redraft.runtime.controllers.base import Controller, FixedBudget
+from redraft.runtime.controllers.cost import CostCurve
 from redraft.runtime.drafters.none import NoDrafter
-from redraft.runtime.offers import Offer, OfferKey, Plan, Speculation, StepLimits
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree, root_only
+from redraft.runtime.trees.offers import Offer, OfferKey, Plan, Speculation, StepLimits
+from redraft.runtime.trees.tree import make_tree, root_only
 from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome
 
 FREE = CostCurve.from_points({1: 1.0, 32: 1.0})
@@ -23,9 +22,9 @@ OTHER = 999
 """A token that is in no tree."""
 
 
-def sequence(limit: int = 1000) -> Sequence:
+def sequence(limit: int = 1000) -> Request:
     how = Speculation(NoDrafter(None), FixedBudget(NO_SPECULATION))
-    return Sequence([1], 1, limit, frozenset(), Greedy(), speculation=how)
+    return Request([1], 1, limit, frozenset(), Greedy(), speculation=how)
 
 
 def chain(*shares: float) -> DraftTree:
@@ -49,7 +48,7 @@ def offers(found: DraftTree | None = None, steps: int = 0, fresh: bool = True) -
 
 
 def planned(
-    controller: Controller, seq: Sequence, found: DraftTree | None = None, steps: int = 0, fresh: bool = True
+    controller: Controller, seq: Request, found: DraftTree | None = None, steps: int = 0, fresh: bool = True
 ) -> Plan:
     """Return the controller's plan for such offers."""
     return controller.plan([seq], [offers(found, steps, fresh)], [LIMITS])[0]
@@ -61,7 +60,7 @@ def plan(kind: OfferKind, found: DraftTree | None = None, steps: int = 0) -> Pla
     return Plan(LIMITS, found or root_only(0), kind, make)
 
 
-def drafted(controller: Controller, seq: Sequence, tree: DraftTree) -> tuple[Plan, DraftTree]:
+def drafted(controller: Controller, seq: Request, tree: DraftTree) -> tuple[Plan, DraftTree]:
     """Return the plan and the verified tree of a drafter that always makes `tree`, without a lookup's tree."""
     taken = planned(controller, seq)
     return taken, controller.cut([seq], [taken], [tree if taken.kind is OfferKind.FRESH else None])[0]
@@ -70,18 +69,18 @@ def drafted(controller: Controller, seq: Sequence, tree: DraftTree) -> tuple[Pla
 class Scripted(FixedBudget):
     """Drafts in each step as in its sequence's script, and nothing after its end. If it cannot resample, it drafts."""
 
-    def __init__(self, budget: Budget, scripts: Mapping[int, Several[OfferKind]]) -> None:
+    def __init__(self, budget: Budget, scripts: Mapping[int, Sequence[OfferKind]]) -> None:
         super().__init__(budget)
         self._scripts = scripts
 
-    def _wanted(self, seq: Sequence) -> OfferKind:
+    def _wanted(self, seq: Request) -> OfferKind:
         script, steps = self._scripts[id(seq)], seq.counters.steps
         return script[steps] if steps < len(script) else OfferKind.NONE
 
-    def budget(self, seq: Sequence) -> Budget:
+    def budget(self, seq: Request) -> Budget:
         return NO_SPECULATION if self._wanted(seq) is OfferKind.NONE else super().budget(seq)
 
-    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
+    def _plan(self, seq: Request, offers: Sequence[Offer], limits: StepLimits) -> Plan:
         wanted = self._wanted(seq)
         kinds = [OfferKind.RESAMPLE, OfferKind.FRESH] if wanted is OfferKind.RESAMPLE else [wanted]
         chosen = next(([offer] for kind in kinds for offer in offers if offer.key.kind is kind), [])

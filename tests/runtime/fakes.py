@@ -18,11 +18,12 @@ from redraft import names, signatures
 from redraft.engines.device import Buffer, Run, check_bindings
 from redraft.engines.host_device import array_of
 from redraft.names import TensorSpec
-from redraft.runtime import Runtime, SamplingParams, api, speculation
-from redraft.runtime.chat import DEFAULT, ChatTemplates
-from redraft.runtime.cost import CostCurve, VerifyCosts
-from redraft.runtime.tokenizer import Tokenizer
-from redraft.runtime.verifier import Verifier
+from redraft.runtime import Runtime, SamplingParams, api
+from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
+from redraft.runtime.loop import speculation
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.text.chat import DEFAULT, ChatTemplates
+from redraft.runtime.text.tokenizer import Tokenizer
 from redraft.signatures import VerifierShape
 from redraft.types import Costs
 

@@ -13,13 +13,14 @@ from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild, Precision
 from redraft.export.checkpoint.safetensors import Checkpoint
-from redraft.runtime import Budget, Runtime, SamplingParams, scheduler
-from redraft.runtime.cycle import Cycle
+from redraft.runtime import Budget, Runtime, SamplingParams
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.runtime.offers import Speculation
+from redraft.runtime.loop import scheduler
+from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise
 from redraft.runtime.sampling.sampler import Greedy
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.trees.offers import Speculation
 from redraft.types import OfferKind
 from tests.cli.conftest import write_tokenizer
 from tests.engines.drafters import lyanna_build
@@ -46,8 +47,8 @@ ALL = [*PROMPTS, [3, 4, 5, 6, 7] * 12 + [8], [9, 3] * 40, [4] * 66]
 """Some are longer than one call of the drafter."""
 
 
-def request(prompt: list[int], noise: DraftNoise = NO_NOISE) -> Sequence:
-    return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy(), noise=noise)
+def request(prompt: list[int], noise: DraftNoise = NO_NOISE) -> Request:
+    return Request(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy(), noise=noise)
 
 
 def lyanna_of(runtime: Runtime, name: str = "lyanna") -> LyannaDrafter:
@@ -57,11 +58,11 @@ def lyanna_of(runtime: Runtime, name: str = "lyanna") -> LyannaDrafter:
 
 
 def admitted(
-    runtime: Runtime, requests: list[Sequence], scripts: dict[int, list[OfferKind]] | None = None, name: str = "lyanna"
-) -> tuple[Cycle, list[Sequence]]:
+    runtime: Runtime, requests: list[Request], scripts: dict[int, list[OfferKind]] | None = None, name: str = "lyanna"
+) -> tuple[Cycle, list[Request]]:
     """Return a cycle and the batch of these requests after their prompts. Without scripts, all steps are plain."""
     controller = Scripted(FULL, scripts or {id(seq): [] for seq in requests})
-    cycle, batch = Cycle(runtime.verifier, Speculation(lyanna_of(runtime, name), controller)), list[Sequence]()
+    cycle, batch = Cycle(runtime.verifier, Speculation(lyanna_of(runtime, name), controller)), list[Request]()
     for seq in requests:
         scheduler.admit(cycle, batch, seq)
     return cycle, batch

@@ -12,9 +12,9 @@ from redraft import names
 from redraft.engines import host_device
 from redraft.engines.bundle import Bundle
 from redraft.engines.host_device import BLOCK_ROWS, HostDevice
-from redraft.runtime.exactness import measure_exactness
-from redraft.runtime.tree import chain, exact_part
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.steps.exactness import measure_exactness
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.tree import chain, exact_part
 from redraft.types import DraftTree
 from tests.engines.graphs import Decoder
 

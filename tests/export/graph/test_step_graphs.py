@@ -18,7 +18,7 @@ from redraft.names import TensorSpec
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.noise import draft_noise
-from redraft.runtime.tree import ancestor_mask
+from redraft.runtime.trees.tree import ancestor_mask
 from redraft.signatures import VerifierShape
 from redraft.types import DraftTree
 from tests.engines.drafters import LYANNA_COPY_SLOT

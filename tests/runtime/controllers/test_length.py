@@ -11,7 +11,7 @@ from redraft.errors import UsageError
 from redraft.runtime import SpeculationParams
 from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import Confidence, GammaTune, GammaTunePlus, LengthRule, Svip
-from redraft.runtime.cycle import fit
+from redraft.runtime.loop.decode_loop import fit
 from redraft.types import Budget, Draws, OfferKind
 from tests.runtime.drafts import chain, outcome, plan, planned, sequence
 from tests.runtime.fakes import engine_of, greedy, make_runtime, mixing_rule, plain

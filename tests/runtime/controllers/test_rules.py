@@ -18,7 +18,7 @@ from redraft.runtime.controllers.rules import (
     Svip,
     least_entropies,
 )
-from redraft.runtime.tree import make_tree
+from redraft.runtime.trees.tree import make_tree
 from tests.runtime.drafts import chain
 
 

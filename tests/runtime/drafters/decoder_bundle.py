@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.decoder import DecoderDrafter
-from redraft.runtime.sequence import Sequence
+from redraft.runtime.requests.request import Request
 from redraft.types import Budget, Tree
 from tests.export.models import write_checkpoint
 from tests.little import WORDS, write_tokenizer
@@ -85,7 +85,7 @@ def drafter_of(runtime: Runtime, name: str) -> DecoderDrafter:
 class Draft:
     """A draft of the runtime: its sequence, the committed tokens before it, its tree, and how many rows it computed."""
 
-    seq: Sequence
+    seq: Request
     tokens: list[int]
     tree: Tree
     rows: int
@@ -96,7 +96,7 @@ def watched(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[Draft]:
     drafts: list[Draft] = []
     draft = drafter.draft
 
-    def observed(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Tree]:
+    def observed(batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         made = draft(batch, budgets)
         for seq, tree, budget in zip(batch, made, budgets, strict=True):
             if budget.nodes:
@@ -123,7 +123,7 @@ class Rows:
         self.verifier = AutoModelForCausalLM.from_pretrained(self.folder / "verifier").eval()
 
     @torch.no_grad()
-    def draft(self, committed: abc.Sequence[int], drafted: abc.Sequence[int], steps: int) -> torch.Tensor:
+    def draft(self, committed: Sequence[int], drafted: Sequence[int], steps: int) -> torch.Tensor:
         """Draft after these tokens, whatever tokens are chosen. Returns the logits of each drafted token, [steps, V].
 
         Rows of drafted tokens that were committed stay. The other rows but the last one catch up, each with the g of

@@ -11,9 +11,9 @@ from redraft.engines.device import Buffer
 from redraft.engines.host_device import HostBuffer, array_of
 from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.drafters.candidate_noise import SlotNoise
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, row_key
 from redraft.runtime.sampling.sampler import Greedy
-from redraft.runtime.sequence import Sequence
 
 STEPS, SCALE = 3, 1.5
 
@@ -26,8 +26,8 @@ class Host:
         return HostBuffer.zeros(dtype, *shape)  # type: ignore[arg-type]
 
 
-def request(length: int, noise: DraftNoise) -> Sequence:
-    return Sequence([1] * length, length, 99, frozenset(), Greedy(), noise=noise)
+def request(length: int, noise: DraftNoise) -> Request:
+    return Request([1] * length, length, 99, frozenset(), Greedy(), noise=noise)
 
 
 def integers(slots: int) -> dict[str, np.ndarray]:

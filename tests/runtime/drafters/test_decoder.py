@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,11 @@ from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
 from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import depths_of, within
+from redraft.runtime.requests.request import Request
+from redraft.runtime.trees.tree import depths_of, within
 from redraft.types import Budget, Tree
+from tests.runtime.drafters.test_rejection_drafts import FAR, chi_square
 from tests.runtime.fakes import fix_costs
-from tests.runtime.test_rejection_drafts import FAR, chi_square
 
 from .decoder_bundle import CONTEXT, DRAFTED, drafter_of, open_student, watched
 
@@ -68,8 +68,8 @@ def runs_of(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[tuple[in
     extend = drafter._extend
 
     def counted(
-        batch: abc.Sequence[Sequence], chains: abc.Sequence[Chain], starts: abc.Sequence[int],
-        pending: abc.Sequence[abc.Sequence[int]], level: int, levels: int,
+        batch: Sequence[Request], chains: Sequence[Chain], starts: Sequence[int],
+        pending: Sequence[Sequence[int]], level: int, levels: int,
     ) -> None:  # fmt: skip
         runs.append((max(map(len, pending)), levels))
         extend(batch, chains, starts, pending, level, levels)
@@ -190,7 +190,7 @@ def test_a_first_draft_of_one_work_times_a_level(folder: Path, monkeypatch: pyte
 
 def test_a_joint_probability_ends_a_draft_too() -> None:
     budget = Budget(6, 6, 1, share=0.2)
-    seq = Sequence([3], 1, 100, frozenset(), None)  # type: ignore[arg-type]
+    seq = Request([3], 1, 100, frozenset(), None)  # type: ignore[arg-type]
     chain = Chain.of(seq, budget, 24)
     assert chain.left == 6
     for token in (4, 5, 6):

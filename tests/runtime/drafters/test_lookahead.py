@@ -15,12 +15,12 @@ import pytest
 from redraft.errors import UsageError
 from redraft.methods.unbuilt import LookaheadOptions
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.cost import CostCurve
+from redraft.runtime.controllers.cost import CostCurve
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.lookahead import LookaheadDrafter
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy, accept
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import ancestor_mask, layout, prune, root_only
+from redraft.runtime.trees.tree import ancestor_mask, layout, prune, root_only
 from redraft.types import Budget, DraftTree, Outcome
 from tests.runtime.fakes import FakeEngine, fake_verifier, greedy, make_runtime, mixing_rule, plain
 
@@ -32,15 +32,15 @@ def make(columns: int, ngram: int, candidates: int) -> LookaheadDrafter:
     return LookaheadDrafter(fake_verifier(FakeEngine(), 64), LookaheadOptions(columns, ngram, candidates))
 
 
-def sequence(drafter: LookaheadDrafter, prompt: list[int], first: int) -> Sequence:
+def sequence(drafter: LookaheadDrafter, prompt: list[int], first: int) -> Request:
     """Return a request after its prompt, whose first token was committed."""
-    seq = Sequence(list(prompt), len(prompt), 10**6, frozenset(), Greedy())
+    seq = Request(list(prompt), len(prompt), 10**6, frozenset(), Greedy())
     drafter.begin(seq)
     seq.tokens.append(first)
     return seq
 
 
-def offered(drafter: LookaheadDrafter, seq: Sequence, budget: Budget = WIDE) -> DraftTree:
+def offered(drafter: LookaheadDrafter, seq: Request, budget: Budget = WIDE) -> DraftTree:
     """Return the offered tree; the root alone without one."""
     found = [offer.tree for offer in drafter.offers(seq, budget)]
     return found[0] if found else root_only(seq.tokens[-1])
@@ -54,11 +54,11 @@ def paths_of(tree: DraftTree) -> list[list[int]]:
     return paths
 
 
-def verified(seq: Sequence, tree: DraftTree, rule: Rule) -> Outcome:
+def verified(seq: Request, tree: DraftTree, rule: Rule) -> Outcome:
     return accept(tree, [rule([*seq.tokens, *path]) for path in paths_of(tree)])
 
 
-def take(drafter: LookaheadDrafter, seq: Sequence, tree: DraftTree, rule: Rule) -> tuple[int, ...]:
+def take(drafter: LookaheadDrafter, seq: Request, tree: DraftTree, rule: Rule) -> tuple[int, ...]:
     """Verify and commit a tree. Returns the committed tokens."""
     outcome = verified(seq, tree, rule)
     seq.tokens.extend(outcome.tokens)
@@ -66,14 +66,14 @@ def take(drafter: LookaheadDrafter, seq: Sequence, tree: DraftTree, rule: Rule) 
     return outcome.tokens
 
 
-def columns_of(drafter: LookaheadDrafter, seq: Sequence) -> list[list[int]]:
+def columns_of(drafter: LookaheadDrafter, seq: Request) -> list[list[int]]:
     """Return the window's cells. In column 0 the root takes the place of the first."""
     columns = [list(column.tokens) for column in seq.drafting[drafter].window.columns]
     columns[0][0] = seq.tokens[-1]
     return columns
 
 
-def pool_of(drafter: LookaheadDrafter, seq: Sequence, tokens: range) -> dict[int, list[tuple[int, ...]]]:
+def pool_of(drafter: LookaheadDrafter, seq: Request, tokens: range) -> dict[int, list[tuple[int, ...]]]:
     """Return what the pool has after each token, the latest first."""
     pool = seq.drafting[drafter].pool
     return {token: pool.after(token) for token in tokens if pool.after(token)}
@@ -179,7 +179,7 @@ def hashed(seed: int, tokens: int, past: int) -> Rule:
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (3, 2, 2), (1, 4, 2), (4, 3, 2), (5, 4, 3), (3, 5, 1), (7, 3, 9)])
 def test_pool_and_ngrams_are_those_of_a_plain_loop(sizes: tuple[int, int, int]) -> None:
-    """Several hundred steps of models with short memories, so that n-grams recur. Some steps of two are plain."""
+    """Sequence hundred steps of models with short memories, so that n-grams recur. Some steps of two are plain."""
     accepted = 0
     for seed, plain_share in enumerate((0.0, 0.4, 0.4)):
         rule, chance = hashed(seed, 6, 1 + seed), random.Random(seed)

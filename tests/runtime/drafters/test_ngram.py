@@ -8,9 +8,9 @@ from redraft.errors import UsageError
 from redraft.methods.unbuilt import LONGEST_MATCH, NgramOptions
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.ngram import RANKS, NgramDrafter, NgramIndex
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import root_only
+from redraft.runtime.trees.tree import root_only
 from redraft.types import Budget, DraftTree, Outcome
 from tests.runtime.fakes import FakeEngine, fake_verifier
 
@@ -22,8 +22,8 @@ def drafter() -> NgramDrafter:
     return NgramDrafter(fake_verifier(FakeEngine(), 64), NgramOptions())
 
 
-def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[DraftTree, Sequence]:
-    seq = Sequence([ord(letter) for letter in text], len(text), 100, frozenset(), Greedy())
+def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[DraftTree, Request]:
+    seq = Request([ord(letter) for letter in text], len(text), 100, frozenset(), Greedy())
     drafter.begin(seq)
     (offer,) = drafter.offers(seq, budget) or [None]
     return root_only(seq.tokens[-1]) if offer is None else offer.tree, seq

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 from redraft import names
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.verifier import Verifier
 from redraft.types import Budget
 from tests.runtime.devices import opener
+from tests.runtime.drafters.test_rejection_drafts import FAR, chi_square
 from tests.runtime.fakes import fix_costs
-from tests.runtime.test_rejection_drafts import FAR, chi_square
 
 from .decoder_bundle import STEPS, Draft, Rows, drafter_of, open_student, watched
 
@@ -145,7 +145,7 @@ def test_rows_of_plain_steps_have_the_steering_of_the_position_before(
         monkeypatch.setattr(drafter, "_make_space", lambda seq, slot: made.append(slot) or make_space(seq, slot))
         monkeypatch.setattr(drafter, "offers", lambda seq, budget: offers(seq, budget) if drafts(seq) else ())
 
-        def drafts(seq: Sequence) -> bool:
+        def drafts(seq: Request) -> bool:
             return len(seq.tokens) > 280 or (len(seq.tokens) % 9 == 3 and len(seq.tokens) < 120)
 
         drawn, prompt = params(HOT, 200, acceptance="rejection"), PROMPTS[2]

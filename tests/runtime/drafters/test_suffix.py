@@ -14,9 +14,9 @@ from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.suffix import SuffixDrafter
 from redraft.runtime.drafters.suffix_tree import SuffixStore, SuffixTree
+from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
-from redraft.runtime.sequence import Sequence
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.steps.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome
 from tests.runtime.fakes import FakeEngine, fake_verifier, greedy, make_runtime, plain
 
@@ -33,13 +33,13 @@ def make(options: SuffixOptions = FREE) -> SuffixDrafter:
     return SuffixDrafter(fake(), options)
 
 
-def sequence(drafter: SuffixDrafter, text: str, tenant: str | None = None) -> Sequence:
-    seq = Sequence(list(map(ord, text)), len(text), 400, frozenset(), Greedy(), tenant=tenant)
+def sequence(drafter: SuffixDrafter, text: str, tenant: str | None = None) -> Request:
+    seq = Request(list(map(ord, text)), len(text), 400, frozenset(), Greedy(), tenant=tenant)
     drafter.begin(seq)
     return seq
 
 
-def trees(drafter: SuffixDrafter, seq: Sequence, budget: Budget = WIDE) -> list[DraftTree]:
+def trees(drafter: SuffixDrafter, seq: Request, budget: Budget = WIDE) -> list[DraftTree]:
     return [offer.tree for offer in drafter.offers(seq, budget)]
 
 
@@ -285,7 +285,7 @@ def test_a_pair_keeps_outputs_as_its_drafters_do(first: bool) -> None:
     suffix, other = make(SuffixOptions(suffix_decoding_max_cached_requests=4)), load_drafter("ngram", fake())
     pair = Pair(suffix, other) if first else Pair(other, suffix)
     pair.check_tenant()
-    seq = Sequence([1, 2], 2, 400, frozenset(), Greedy(), tenant="one")
+    seq = Request([1, 2], 2, 400, frozenset(), Greedy(), tenant="one")
     pair.begin(seq)
     seq.tokens += [3, 4]
     pair.finish(seq)

@@ -10,7 +10,7 @@ from itertools import pairwise, permutations, product
 import numpy as np
 
 from redraft.runtime.sampling.rejection import Accepted, Chance, Probs, Target, verify_tree
-from redraft.runtime.tree import layout
+from redraft.runtime.trees.tree import layout
 from redraft.types import DraftTree, Draws, Tree
 
 VOCABULARY = 3

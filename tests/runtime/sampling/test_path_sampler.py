@@ -13,7 +13,7 @@ from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.path_sampler import choose, perturbed
 from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sampling.truncation import Support, support_of
-from redraft.runtime.tree import make_tree, root_only
+from redraft.runtime.trees.tree import make_tree, root_only
 from redraft.types import NOT_REACHED, DraftTree
 
 from .statistics import LIMIT, fit

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from redraft.runtime.controller import FixedBudget
-from redraft.runtime.offers import Offer, OfferKey, Plan, StepLimits
+from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.sampling import rejection
 from redraft.runtime.sampling.rejection import verify_block, verify_tree
-from redraft.runtime.tree import is_chain, layout, merge, prune, within
+from redraft.runtime.trees.offers import Offer, OfferKey, Plan, StepLimits
+from redraft.runtime.trees.tree import is_chain, layout, merge, prune, within
 from redraft.types import NOT_REACHED, Budget, DraftTree, Draws, OfferKind, Tree
 from tests.runtime.sampling.laws import (
     Model,

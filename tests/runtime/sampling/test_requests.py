@@ -10,7 +10,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime import Budget, RequestError, SamplingParams, SpeculationParams
-from redraft.runtime.trace import replay
+from redraft.runtime.observe.trace import replay
 from tests.runtime.fakes import EOS, NO_NUMBERS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
 
 PROMPTS = [[97, 98, 99] * 4, [100, 101] * 5, [98, 97] * 6]

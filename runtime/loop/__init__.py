@@ -1,0 +1,1 @@
+"""The decode loop: requests, their scheduling, and one step of all."""

@@ -1,0 +1,1 @@
+"""What a running loop shows: counts and times, profiles, traces."""

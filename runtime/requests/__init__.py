@@ -1,0 +1,1 @@
+"""A request, and the batch of requests that a step works on."""

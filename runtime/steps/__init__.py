@@ -1,0 +1,1 @@
+"""Calls of the verifier on a device, and checks and measurements of them."""

@@ -1,0 +1,263 @@
+"""Steps on the host: the host fills arrays, calls the engine, and does all other parts in NumPy.
+
+Calls have no padding, since eight rows take a sixth longer than six. Arrays of each set of sizes are reused, and so
+are masks of each tree shape.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.calls import Call, Calls, aligned
+from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
+from redraft.engines.host_device import HostBuffer, HostDevice, aligned_zeros, array_of
+from redraft.engines.host_memory import LARGE_PAGE_BYTES
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps.interface import Limits, LruCache, Pending, Steps
+from redraft.runtime.trees.tree import Layout, is_chain, layout, root_only
+from redraft.signatures import VerifierShape
+from redraft.types import BoolArray, FloatArray, IntArray, Outcome, Tree
+
+MOST_STEPS = 128
+"""Most sizes of calls over trees that are stored for each slot. Their logits share memory."""
+MOST_PREFILLS = 64
+"""Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
+MOST_WIDTHS = 8
+"""Most widths of prompt chunks that are stored. Each has a row of logits."""
+
+
+class HostSteps(Steps):
+    """Steps of the host.
+
+    An engine without a mask accepts chains only. Trees that branch then need another engine over the same KV buffers,
+    which `take_branches` opens, in addition or in place of the first.
+    """
+
+    def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
+        super().__init__(MOST_STEPS * limits.max_num_seqs, MOST_WIDTHS)
+        self.hidden_states = hidden_states
+        self._device = device
+        self._layers = shape.layers
+        rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
+        # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that one copy moves a row of all layers.
+        # It begins with a large page: a head's first rows would else take two of them.
+        self.kv: Array = aligned_zeros((2 * shape.layers, *rows), numpy_type(shape.dtype), LARGE_PAGE_BYTES)
+        first_rows = self.kv[:, 0, :, 0]
+        # The first rows of a slot take memory, large page by large page, while another core loads the engine.
+        touching = threading.Thread(target=first_rows.fill, args=(0,))
+        touching.start()
+        self._engine = self._opened(names.VERIFIER)
+        touching.join()
+        self._logits: FloatArray = np.empty(0, np.float32)
+        self._tree_engine = self._engine if _takes_trees(self._engine) else None
+        self.branches = self._tree_engine is not None
+        self.prefers_chains = not self.branches
+
+    def _opened(self, graph: str) -> Calls:
+        engine = Calls(self._device.program(graph))
+        for layer in range(self._layers):
+            engine.bind(names.key_cache(layer), self.kv[2 * layer])
+            engine.bind(names.value_cache(layer), self.kv[2 * layer + 1])
+        return engine
+
+    def take_branches(self) -> None:
+        """Open the engine for trees that branch. Raises BackendError if memory does not allow it."""
+        one = isinstance(self._device, HostDevice) and not self._device.copies_weights
+        if self._tree_engine is None and not one:
+            self._tree_engine = self._opened(names.VERIFIER_BATCH)
+        elif self._tree_engine is None:
+            self.forget()
+            del self._engine  # before the other loads, so that weights are in memory once
+            try:
+                self._engine = self._tree_engine = self._opened(names.VERIFIER_BATCH)
+            except BaseException:
+                self._engine = self._opened(names.VERIFIER)
+                raise
+        self.branches = True
+
+    def move(self, source: int, target: int, rows: int) -> None:
+        self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
+
+    def host_kv(self) -> list[Array]:
+        return list(self.kv)
+
+    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
+        width = max(map(len, trees))
+        width = max(width, -(-self.fewest_rows // len(trees)))
+        branched = self._tree_engine is not self._engine and not all(map(is_chain, trees))
+        key = (len(trees), width, branched)
+        step: HostStep = self._trees.get(key, lambda: self._made(*key))
+        return step
+
+    def _made(self, sequences: int, width: int, branched: bool) -> HostStep:
+        """Create a step."""
+        engine = self._tree_engine if branched else self._engine
+        assert engine is not None, "trees that branch need take_branches first"
+        sizes = _sizes(engine, sequences, width, width)
+        logits = {names.LOGITS: self._shared_logits(engine, sizes)}
+        return HostStep(self, engine.make(sizes, arrays=logits), width)
+
+    def _shared_logits(self, engine: Calls, sizes: dict[str, int]) -> FloatArray:
+        """Return the logits of a step. All steps share their memory: 32 rows of a large vocabulary take 20 MB."""
+        (spec,) = (spec for spec in engine.outputs if spec.name == names.LOGITS)
+        shape = sized(spec.shape, sizes)
+        if self._logits.size < math.prod(shape):
+            self._trees.clear()
+            self._logits = aligned(spec, {**sizes, "R": 1 << (sizes["R"] - 1).bit_length()}).reshape(-1)
+        return self._logits[: math.prod(shape)].reshape(shape)
+
+    def prefill(self, width: int, slot: int) -> HostPrefill:
+        """Return the step for chunks of `width` tokens in a slot. The steps of all slots share arrays."""
+        rows = self.fewest_rows
+        step: HostPrefill = self._prefills.get((width, rows), lambda: HostPrefill(self, self._engine, width, rows))
+        step.take(slot)
+        return step
+
+
+def _takes_trees(engine: Calls) -> bool:
+    return any(spec.name == names.TREE_MASK for spec in engine.inputs)
+
+
+def _sizes(engine: Calls, sequences: int, width: int, rows: int) -> dict[str, int]:
+    """Return the sizes of the symbols in an engine's graph. The graph for a single sequence has no B."""
+    symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
+    sizes = {"B": sequences, "T": width, "R": rows}
+    return {symbol: size for symbol, size in sizes.items() if symbol in symbols}
+
+
+class _HostCall:
+    """The arrays of an engine's call, by purpose."""
+
+    def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
+        self.width = width
+        self._steps = steps
+        inputs = call.inputs
+        self._ids: IntArray = inputs[names.TOKEN_IDS]  # [B, T]
+        self._positions: IntArray = inputs[names.POSITIONS]  # [B, T]
+        self._mask: BoolArray | None = inputs.get(names.TREE_MASK)  # [B, T, T]
+        self._cache_len: IntArray = inputs[names.CACHE_LEN]  # [B]
+        self._kv_len: IntArray = inputs[names.KV_LEN]  # [1]
+        self._output_rows: IntArray = inputs[names.OUTPUT_ROWS]  # [B, R]
+        self.logits: Buffer = HostBuffer.of("float32", call.outputs[names.LOGITS])  # [B, R, V]
+        self._features: dict[str, FloatArray] = {  # [B, T, n]
+            state: call.outputs[names.hidden_states(state)] for state in steps.hidden_states
+        }
+        self._pending: Pending = ()
+
+    def _gather(self, rows: Sequence[list[int] | slice], slots: range) -> None:
+        """Copy these feature rows of every sequence after the pending ones, for every reader."""
+        for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
+            if offsets is None:
+                continue
+            for state, buffer in reader.pending_features(slots).items():
+                features, pending = self._features[state], array_of(buffer)
+                for place, start in enumerate(offsets):
+                    taken = features[place, rows[place]]
+                    pending[place, start : start + len(taken)] = taken
+
+
+class HostStep(_HostCall):
+    """A step over trees. It reuses the mask of the previous call if the shape is the same."""
+
+    def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
+        super().__init__(steps, call, width)
+        self._run = call.run
+        self._output_rows[:] = np.arange(width)
+        self._padding = np.eye(width, dtype=np.bool_)
+        self._layouts: list[Layout | None] = [None] * len(self._ids)
+
+    def fill(
+        self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
+    ) -> None:
+        for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
+            self._place(slot, tree, rows)
+        self._kv_len[0] = max(cache_len) + self.width
+        self._pending = pending
+
+    def run(self, whole: bool) -> None:
+        """Run the engine. The samplers choose in `outcomes`."""
+        self._run()
+
+    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
+        """Return the samplers' outcomes, after compacting the accepted rows and gathering features."""
+        logits = array_of(self.logits)
+        outcomes = []
+        for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
+            outcome = seq.sampler.verify(logits[slot, : len(tree)], tree, seq.tokens)
+            if outcome.path:
+                self._compact(slot, outcome.path)
+            outcomes.append(outcome)
+        if self._pending:
+            rows = [[0, *outcome.path] if outcome.path else slice(1) for outcome in outcomes]
+            self._gather(rows, range(len(outcomes)))
+        return outcomes
+
+    def seconds(self) -> float:
+        """Return 0: the host is not asynchronous."""
+        return 0.0
+
+    def _compact(self, slot: int, path: tuple[int, ...]) -> None:
+        """Move the rows of the accepted path directly after the root's, for all layers at once."""
+        moved = 0
+        while moved < len(path) and path[moved] == moved + 1:
+            moved += 1
+        if moved < len(path):
+            rows = self._steps.kv[:, slot, :, int(self._cache_len[slot]) :]  # [2 layers, H_kv, C - cache_len, D]
+            rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
+
+    def _place(self, slot: int, tree: Tree, cache_len: int) -> None:
+        """Write a tree to `slot`. Rows after its nodes are padding with a chain's positions."""
+        nodes = len(tree.tokens)
+        shape = layout(tree.parents)
+        self._ids[slot, :nodes] = tree.tokens
+        self._cache_len[slot] = cache_len
+        np.add(shape.depths, cache_len, out=self._positions[slot, :nodes])
+        if nodes < self.width:
+            self._ids[slot, nodes:] = 0
+            self._positions[slot, nodes:] = np.arange(cache_len + nodes, cache_len + self.width)
+        if self._layouts[slot] is not shape:
+            self._layouts[slot] = shape
+            if self._mask is not None:
+                self._mask[slot, :nodes, :nodes] = shape.mask
+                self._mask[slot, nodes:] = self._padding[nodes:]  # nodes attend only to earlier ones
+
+
+class HostPrefill(_HostCall):
+    """A chunk of a prompt. Each slot has a call, and all calls share arrays."""
+
+    def __init__(self, steps: HostSteps, engine: Calls, width: int, rows: int) -> None:
+        self._engine = engine
+        self._sizes = _sizes(engine, 1, width, rows)
+        self._call = engine.make(self._sizes)
+        self._calls: LruCache[int, Call] = LruCache(MOST_PREFILLS)
+        super().__init__(steps, self._call, width)
+        if self._mask is not None:
+            self._mask[0] = np.tri(width, dtype=np.bool_)
+
+    def take(self, slot: int) -> None:
+        """Use this slot from now on."""
+        self._slot = slot
+        self._call = self._calls.get(slot, lambda: self._engine.make(self._sizes, slot, self._call))
+
+    def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
+        """Set the inputs of the next run. Padding continues the chain, so no valid row sees it."""
+        self._ids[0, : len(tokens)] = tokens
+        self._ids[0, len(tokens) :] = 0
+        self._positions[0] = np.arange(start, start + self.width)
+        self._cache_len[0] = start
+        self._output_rows[0] = len(tokens) - 1
+        self._kv_len[0] = start + self.width
+        self._pending = pending
+        self._chunk = len(tokens)
+
+    def run(self) -> None:
+        self._call.run()
+        self._gather([slice(self._chunk)], range(self._slot, self._slot + 1))
+
+    def outcome(self, seq: Request) -> Outcome:
+        return seq.sampler.verify(array_of(self.logits)[0], root_only(seq.tokens[-1]), seq.tokens)

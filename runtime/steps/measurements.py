@@ -1,0 +1,233 @@
+"""Costs measured on this machine, and figures saved for the next opening: one JSON file for each identity.
+
+A large model has time for a few sizes only; a line through the largest two continues the curve of a verification.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from redraft import names
+from redraft.cpus import default_threads
+from redraft.engines import Bundle
+from redraft.engines.device import Device
+from redraft.engines.gpu import find_gpu
+from redraft.engines.host_device import HostDevice
+from redraft.errors import BackendError
+from redraft.packages import package_version
+from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
+from redraft.runtime.steps.verifier import Verifier
+from redraft.types import Costs
+from redraft.user_cache import read_object, user_cache, write_object
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+"""Tree sizes that are measured if there is time, root included."""
+_FIRST_ROWS, _LEAST_SIZES = 8, 2
+"""Rows of the second size that is measured, and the sizes that are measured however long they take."""
+MEASURED_KV_LEN = 256
+"""KV rows in use while measuring."""
+_SECONDS = 0.8
+_ROUNDS = 40
+_DRAFT_SECONDS, _TURNS = 0.5, range(3, 60)
+_TYPICAL_NODES, _TYPICAL_ROWS = 6, 2
+_SAVED_DRIFT = 0.05
+"""Smallest relative change of a time that is written to disk."""
+_LOG = logging.getLogger("redraft.costs")
+Identity = Mapping[str, str | int]
+"""Settings that figures depend on, apart from the machine: build, graph, threads, max_num_seqs, device …"""
+
+
+def identity_of(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> Identity:
+    """Return the identity of a bundle's figures on a device."""
+    manifest = bundle.manifest
+    graph = device.verifier_graph if isinstance(device, HostDevice) else names.VERIFIER
+    return {
+        "build": manifest.build_key,
+        "graph": manifest.files[manifest.graphs[graph].file].sha256,
+        "graphs": " ".join(manifest.files[graph.file].sha256[:16] for _, graph in sorted(manifest.all_graphs.items())),
+        "library": package_version("onnxruntime") or "none",
+        "backend": f"{manifest.backend} {manifest.backend_version}",
+        "threads": threads or 0,
+        "max_num_seqs": max_num_seqs,
+        "device": device.name,
+    }
+
+
+def figures_file(identity: Identity) -> Path | None:
+    """Return the file for figures of `identity` on this machine; None if the machine's GPU has no name.
+
+    On the device `cuda`, the file name depends on the GPU.
+    """
+    try:
+        return cache_folder() / f"{_key(identity)}.json"
+    except BackendError:
+        return None
+
+
+def read_figures(path: Path | None) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if the file is missing, is unreadable, or holds another value."""
+    return None if path is None else read_object(path)
+
+
+def write_figures(path: Path | None, values: Mapping[str, Any]) -> None:
+    """Write the whole file or nothing, so that no reader sees a part. Logs one line if the folder is not writable."""
+    if path is None:
+        return
+    try:
+        write_object(path, values)
+    except OSError as error:
+        _LOG.warning("cannot save measured figures in %s: %s; every opening measures again", path.parent, error)
+
+
+def cache_folder() -> Path:
+    """Return the folder of measured figures."""
+    return user_cache() / "curves"
+
+
+def _key(identity: Identity) -> str:
+    """Return a name that depends on everything that a time depends on. Raises BackendError for a GPU without a name."""
+    machine = {
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cpus": default_threads().count,
+        **(_gpu() if identity.get("device") == "cuda" else {}),
+    }
+    return hashlib.sha256(json.dumps({**identity, **machine}, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _gpu() -> dict[str, object]:
+    """Return the GPU that engines run on, which is the first visible one."""
+    found = find_gpu()
+    return {"gpu": found.name, "compute_capability": found.compute_capability}
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        return f"{named.get('model name', '')} {hashlib.sha256(named.get('flags', '').encode()).hexdigest()[:8]}"
+    return platform.processor()
+
+
+def measure_curve(
+    verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: float = _SECONDS, sequences: int | None = None
+) -> CostCurve:
+    """Measure the least time of each size over `sequences` sequences. Sizes take turns.
+
+    This takes about `seconds`, or two calls of two sizes if these take longer. Larger sizes than the measured ones are
+    extrapolated. It overwrites KV rows, so no request may be running.
+    """
+    batch = sequences or verifier.max_num_seqs
+    fitting = [size for size in sizes if size <= min(verifier.max_model_len, verifier.largest_tree)]
+    best: dict[int, float] = {}
+    start = time.perf_counter()
+    for size in _most_telling(fitting, batch):
+        if len(best) >= _LEAST_SIZES and time.perf_counter() - start > seconds:
+            break
+        verifier.measure_ms(batch, size, MEASURED_KV_LEN)  # the first call of a size prepares it
+        best[size] = verifier.measure_ms(batch, size, MEASURED_KV_LEN)
+    for _ in range(_ROUNDS):
+        for size, least in best.items():
+            if time.perf_counter() - start > seconds:
+                return CostCurve.from_points(best, fitting[-1])
+            best[size] = min(least, verifier.measure_ms(batch, size, MEASURED_KV_LEN))
+    return CostCurve.from_points(best, fitting[-1])
+
+
+def _most_telling(sizes: list[int], sequences: int) -> list[int]:
+    """Order sizes: one node, about eight rows in all, powers of two, all others."""
+    first = (1, max(2, _FIRST_ROWS // sequences), *(size for size in sizes if size.bit_count() == 1))
+    return [size for size in dict.fromkeys((*first, *sizes)) if size in sizes]
+
+
+def measure_costs(verifier: Verifier) -> VerifyCosts:
+    """Measure the curves of one sequence and of a full batch."""
+    batches = sorted({1, verifier.max_num_seqs})
+    return VerifyCosts({n: measure_curve(verifier, seconds=_SECONDS / len(batches), sequences=n) for n in batches})
+
+
+def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
+    """Load the estimate of the last run with this `identity` on this machine; otherwise measure and save one."""
+    path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
+    if path is not None and path.exists():
+        saved = read_figures(path)
+        costs = parse_costs(saved, verifier) if saved and saved.get("identity") == dict(identity) else None
+        if costs is not None:
+            return costs
+        _LOG.warning("%s holds no costs of these engines: they are measured again", path)
+    costs = measure_costs(verifier)
+    save_costs(costs, identity)
+    return costs
+
+
+def save_costs(costs: VerifyCosts, identity: Identity) -> None:
+    """Save the measured and the estimated costs, unless the file holds nearly the same."""
+    path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
+    saved = _curves((read_figures(path) or {}).get("believed"))
+    if (
+        saved
+        and set(saved) <= set(costs.measured)
+        and _fits(saved, costs.largest)
+        and costs.drift(saved) < _SAVED_DRIFT
+    ):
+        return
+    parts = {"measured": costs.measured, "believed": costs.estimated}
+    curves = {name: {str(n): curve.table_ms[1:] for n, curve in part.items()} for name, part in parts.items()}
+    write_figures(path, {"identity": dict(identity), **curves})
+
+
+def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCosts | None:
+    """Return the costs in a file's JSON; None if they do not fit the verifier or have another form."""
+    measured, estimated = (_curves((values or {}).get(name)) for name in ("measured", "believed"))
+    if measured is None or estimated is None or not set(measured) == set(estimated) == {1, verifier.max_num_seqs}:
+        return None
+    largest = max(size for size in SIZES if size <= min(verifier.max_model_len, verifier.largest_tree))
+    return VerifyCosts(measured, estimated) if _fits(measured, largest) and _fits(estimated, largest) else None
+
+
+def _fits(curves: Mapping[int, CostCurve], largest: int) -> bool:
+    return all(curve.largest == largest for curve in curves.values())
+
+
+def _curves(part: Any) -> dict[int, CostCurve] | None:
+    try:
+        return {int(n): CostCurve.from_points(dict(enumerate(map(float, ms), 1))) for n, ms in part.items()} or None
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+class TimedDrafter(Protocol):
+    """A drafter with engines, whose calls can be timed."""
+
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
+        """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling."""
+
+
+def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity) -> Costs:
+    """Return the costs of a drafter's calls with this `identity` on this machine, measured once and saved.
+
+    Calls alternate with the verifier's, since in decoding each evicts the other's weights from the caches.
+    """
+    path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
+    values = read_figures(path) or {}
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        saved = Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
+        if all(math.isfinite(ms) and ms >= 0 for ms in (saved.fresh_ms, saved.resample_ms)):
+            return saved
+    taken: list[tuple[float, float]] = []
+    start = time.perf_counter()
+    while len(taken) < _TURNS.stop and (len(taken) < _TURNS.start or time.perf_counter() - start < _DRAFT_SECONDS):
+        verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_KV_LEN)
+        taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_KV_LEN))
+    fresh, resampled = (min(times) for times in zip(*taken, strict=True))  # decoding corrects times that are too low
+    write_figures(path, {"fresh_ms": fresh, "resample_ms": resampled})
+    return Costs(fresh, resampled)

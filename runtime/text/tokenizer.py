@@ -1,0 +1,175 @@
+"""The tokenizer and chat template of a bundle, and text that grows token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from redraft import names
+from redraft.errors import BundleError, UsageError
+from redraft.runtime.conversation import Message
+from redraft.runtime.text.chat import ChatTemplates
+
+_CONTEXT_TOKENS = 6
+_UNFINISHED = "\ufffd"
+
+
+def load_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Read a `tokenizer.json`, without the truncation and padding that training may have set.
+
+    Raises BundleError if the file is missing or damaged.
+    """
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise BundleError(f"{path}: expected a tokenizer, found {error}", "rebuild the bundle") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Tokenizer:
+    """A bundle's tokenizer and chat templates.
+
+    bos: id of the beginning-of-sequence token, None if the model has none.
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, chat: ChatTemplates | None = None, bos: int | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.bos = bos
+        self._chat = chat or ChatTemplates({})
+
+    @classmethod
+    def load(cls, folder: Path, bos: int | None, eos: int | None) -> Tokenizer:
+        """Read a bundle's tokenizer, chat templates and special tokens. Raises BundleError.
+
+        Bundles without `special_tokens_map.json` get `bos_token` and `eos_token` from these ids.
+        """
+        tokenizer = load_tokenizer(folder / names.TOKENIZER_FILE)
+        tokens = _special_tokens(folder / names.SPECIAL_TOKENS_FILE)
+        if tokens is None:
+            ids = {"bos_token": bos, "eos_token": eos}
+            tokens = {name: tokenizer.id_to_token(i) or "" for name, i in ids.items() if i is not None}
+        return cls(tokenizer, ChatTemplates.load(folder, tokens), bos)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def encode(self, text: str, special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Return the ids of `text`; with `special_tokens`, with those that the tokenizer itself puts around a text.
+
+        name: the name of the text in errors.
+
+        An empty text becomes the beginning-of-sequence token. Raises UsageError if the tokenizer has no such token, or
+        if the text came from bytes that are not UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the {name} is not UTF-8 (character {error.start})", "convert it first") from None
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        if ids:
+            return ids
+        if self.bos is None:
+            raise UsageError(
+                "the prompt is empty and the tokenizer has no beginning-of-sequence token", "give a prompt"
+            )
+        return [self.bos]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens; an unfinished character is U+FFFD."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def check_chat_template(self) -> None:
+        """Raise UsageError if the model has no default chat template, or if it does not compile."""
+        self._chat.check()
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None, chat_template: str | None = None, **variables: Any,
+    ) -> str:  # fmt: skip
+        """Return the prompt of a conversation with its special tokens as text: encode it with `special_tokens=False`.
+
+        Arguments and errors are those of `ChatTemplates.render`.
+        """
+        return self._chat.render(messages, add_generation_prompt, tools, documents, chat_template, **variables)
+
+
+def _special_tokens(path: Path) -> Mapping[str, str] | None:
+    """Return the text of the special tokens by name, None without such a file."""
+    if not path.is_file():
+        return None
+    try:
+        return {str(name): str(token) for name, token in json.loads(path.read_bytes()).items()}
+    except (ValueError, AttributeError) as error:
+        raise BundleError(f"{path}: expected names of tokens, found {error}", "rebuild the bundle") from error
+
+
+class Detokenizer:
+    """The text after a prompt, token by token.
+
+    It returns whole characters only. It holds back the bytes of an unfinished one, and text that may begin a stop
+    string. The first `min_tokens` tokens complete no stop string. It decodes tokens after a few of their predecessors,
+    since decoders treat the start of a text differently.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        self.text = ""
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._unstoppable = min_tokens
+        self._ids = list(prompt[-_CONTEXT_TOKENS:])
+        self._known = tokenizer.decode(self._ids)
+        self._fresh = len(self._ids)
+        self._taken = 0
+
+    def push(self, token: int) -> bool:
+        """Add a token. Returns true if the text now ends at a stop string, which is cut off."""
+        self._ids.append(token)
+        self._unstoppable -= 1
+        seen = self._tokenizer.decode(self._ids)
+        if seen.endswith(_UNFINISHED) or len(seen) <= len(self._known):
+            return False
+        before = len(self.text)
+        self.text += seen[len(self._known) :]
+        del self._ids[: self._fresh]
+        self._fresh = len(self._ids)
+        self._known = self._tokenizer.decode(self._ids)
+        return self._unstoppable < 0 and self._stop(before)
+
+    def take(self, finished: bool = False) -> str:
+        """Return new text that no stop string can still cut; all of it if `finished`."""
+        end = len(self.text) - (0 if finished or self.stopped else self._held())
+        chunk = self.text[self._taken : end]
+        self._taken = max(end, self._taken)
+        return chunk
+
+    def _stop(self, before: int) -> bool:
+        """Cut the text at the earliest stop string that ends after `before`."""
+        found = [self.text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
+        ends = [position for position in found if position >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
+            self.stopped = True
+        return self.stopped
+
+    def _held(self) -> int:
+        """Return the length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,207 @@
+"""Prompts in any slot, and least rows of a call: on the host, and on step graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft import names
+from redraft.engines import host_device, open_bundle
+from redraft.engines.device import slots_of
+from redraft.engines.host_device import array_of
+from redraft.runtime import Runtime, SpeculationParams
+from redraft.runtime.drafters import engine
+from redraft.runtime.requests.request import Request
+from redraft.runtime.steps import graph_steps
+from redraft.runtime.steps.graph_steps import GraphSteps
+from redraft.runtime.steps.interface import LruCache
+from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.trees.tree import chain, root_only
+from tests.runtime.devices import cpu_device, open_over, opener, tensorrt_device
+from tests.runtime.fakes import VOCABULARY, FakeEngine, fake_verifier
+from tests.runtime.lyanna_bundle import CONTEXT, FULL, PARAMS, PROMPTS, request
+from tests.standins.cuda import FakeCuda
+
+pytestmark = pytest.mark.usefixtures("unmeasured")
+Open = Callable[..., Runtime]
+TEXT = [3, 9, 4, 7, 5, 8, 6, 12, 3, 11] * 8
+
+
+@pytest.fixture(params=["host", "cpu", "tensorrt"])
+def opened(
+    request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Open:
+    """Return a function that opens the bundle on the host or on a device."""
+    return opener(request.param, lyanna_bundle, tmp_path, monkeypatch)
+
+
+def rows(verifier: Verifier) -> np.ndarray:
+    """Return the first layer's keys [slots, H_kv, CONTEXT, D]."""
+    steps = verifier.steps
+    if isinstance(steps, GraphSteps):
+        found = steps._buffers.state[names.key_cache(0)].read()
+    else:
+        found = steps.kv[0].copy()  # type: ignore[attr-defined]
+    return found[:, :, :CONTEXT]
+
+
+def computed(verifier: Verifier, tokens: list[int], slot: int) -> Request:
+    """Return a sequence whose prompt was computed in a slot."""
+    seq = request(tokens)
+    for _ in verifier.prefill(seq, slot):
+        pass
+    seq.begin(verifier.first_outcome(seq, slot), verifier.clock)
+    return seq
+
+
+def test_a_prompt_is_computed_in_any_slot_and_leaves_the_others(opened: Open) -> None:
+    with opened(3) as runtime:
+        verifier = runtime.verifier
+        expected = computed(verifier, TEXT, 0).tokens
+        first = rows(verifier)[0]
+        for slot in (2, 1):
+            before = rows(verifier)
+            assert computed(verifier, TEXT, slot).tokens == expected
+            after = rows(verifier)
+            np.testing.assert_allclose(after[slot, :, : len(TEXT)], first[:, : len(TEXT)], atol=1e-5)
+            others = [other for other in range(3) if other != slot]
+            assert after[others].tobytes() == before[others].tobytes()
+            assert np.abs(after[slot, :, : len(TEXT)] - before[slot, :, : len(TEXT)]).max() > 0.01
+        (outcome,) = verifier.verify([request(TEXT)], [root_only(TEXT[-1])])  # over slot 0 alone
+        assert outcome.tokens
+
+
+@pytest.mark.parametrize("opened", ["host"], indirect=True)
+def test_the_first_token_needs_the_slot_that_was_computed_last(opened: Open) -> None:
+    with opened(2) as runtime:
+        seq = request(TEXT)
+        for _ in runtime.verifier.prefill(seq, 1):
+            pass
+        with pytest.raises(ValueError, match="prompt in slot 1 was computed last, not that in slot 0"):
+            runtime.verifier.first_outcome(seq, 0)
+
+
+def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
+    """Its KV of a long prompt has all rows but the pending ones, and other slots do not change."""
+    with opened(3) as runtime:
+        verifier, drafter = runtime.verifier, runtime._speculation.drafter("lyanna")
+        keys = drafter._state[names.key_cache(0)]  # type: ignore[attr-defined]
+
+        def prefilled(slot: int) -> int:
+            seq = request(TEXT)
+            drafter.begin(seq)
+            for start, tokens in verifier.prefill(seq, slot):
+                drafter.prefilled(seq, slot, start, tokens)
+            return int(seq.drafting[drafter].cache_len)
+
+        kept = prefilled(0)
+        assert kept == engine.CATCH_UP < len(TEXT)
+        before = keys.read()
+        assert prefilled(2) == kept
+        after = keys.read()
+        assert after[:2].tobytes() == before[:2].tobytes()
+        np.testing.assert_allclose(after[2, :, :kept], before[0, :, :kept], atol=1e-5)
+        pending = slots_of(drafter._state[names.PENDING_FEATURES], range(2, 3)).read()  # type: ignore[attr-defined]
+        first = slots_of(drafter._state[names.PENDING_FEATURES], range(1)).read()  # type: ignore[attr-defined]
+        left = len(TEXT) - kept
+        np.testing.assert_allclose(pending[0, :left], first[0, :left], atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tensorrt"])
+def test_few_steps_and_calls_are_kept_of_many_slots(
+    lyanna_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    plain: list[list[int]],
+) -> None:
+    """A dropped step is first waited for, and made again when its slot is used again."""
+    monkeypatch.setattr(Verifier, "warm", lambda self: None)
+    monkeypatch.setattr(graph_steps, "MOST_PREFILLS", 2)
+    monkeypatch.setattr(engine, "MOST_CALLS", 2)
+    bundle = open_bundle(lyanna_bundle, verify=False)
+    opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path, cuda=FakeCuda()).device
+    with open_over(opened, lyanna_bundle, 3) as runtime:
+        found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("lyanna", budget=FULL))
+        steps, drafter = runtime.verifier.steps, runtime._speculation.drafter("lyanna")
+        assert isinstance(steps, GraphSteps)
+        assert len(steps._prefills._values) == len(drafter._calls._values) == 2  # type: ignore[attr-defined]
+    assert [list(generation.token_ids) for generation in found] == plain[: len(PROMPTS)]
+
+
+def test_a_prompts_chunk_as_wide_as_a_tree_leaves_the_trees_step_as_it_was() -> None:
+    """Both calls have the same sizes, but other rows of logits and other masks."""
+    verifier = fake_verifier(FakeEngine(), 400)
+    verifier.steps.fewest_rows = 16
+    text = np.arange(97, 97 + 48) % 5 + 97
+    verifier.chunk_logits(text[:16], 0, 16)
+    (expected,) = verifier.logits([chain(text[16:32])], [16])
+    assert len({row.tobytes() for row in expected}) > 1
+    verifier.chunk_logits(text[:16], 0, 16)
+    (found,) = verifier.logits([chain(text[16:32])], [16])
+    assert found.tobytes() == expected.tobytes()
+    again = verifier.chunk_logits(text[:16], 0, 16)
+    (alone,) = verifier.logits([chain(text[15:16])], [15])
+    assert again.tobytes() == alone.tobytes()
+
+
+def test_a_bundle_with_drafters_and_large_weights_has_one_engine(
+    lyanna_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plain: list[list[int]],
+) -> None:
+    monkeypatch.setattr(host_device, "MOST_COPIED_BYTES", 0)
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+        assert runtime.verifier.branches
+        for way in ("none", SpeculationParams("lyanna", budget=FULL)):
+            found = runtime.generate(PROMPTS, PARAMS, way)
+            assert [list(generation.token_ids) for generation in found] == plain[: len(PROMPTS)]
+        assert not runtime.verifier.steps.prefers_chains
+
+
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_the_host_computes_a_prompt_without_padding(fewest: int) -> None:
+    verifier = fake_verifier(engine := FakeEngine(), 400)
+    verifier.steps.fewest_rows = fewest
+    computed(verifier, [97] * 129, 0)
+    assert engine.sizes == [(1, 128), (1, fewest)]
+
+
+def test_steps_of_the_host_share_the_memory_of_their_logits() -> None:
+    verifier = fake_verifier(FakeEngine(), 400, 2)
+    for sequences, nodes in ((1, 3), (2, 8), (1, 5), (1, 8)):
+        trees = [chain(np.full(nodes, 97))] * sequences
+        (first, *_) = verifier.logits(trees, [0] * sequences)
+        step = verifier.steps.tree(trees, [0] * sequences)
+        assert np.shares_memory(array_of(step.logits), verifier.steps._logits)  # type: ignore[attr-defined]
+        assert array_of(step.logits)[0].tobytes() == first.tobytes()
+    assert verifier.steps._logits.size == 2 * 8 * VOCABULARY  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("sequences", "fewest", "width"), [(1, 5, 8), (1, 2, 2), (2, 5, 4), (3, 1, 1)])
+def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences: int, fewest: int, width: int) -> None:
+    """The call is padded, and the text of a step is the same as without padding."""
+    with open_over(cpu_device(open_bundle(lyanna_bundle, verify=False)), lyanna_bundle, 3) as runtime:
+        verifier = runtime.verifier
+        verifier.steps.fewest_rows = 1
+        batch = [computed(verifier, TEXT[slot : slot + 20], slot) for slot in range(sequences)]
+        trees = [root_only(seq.tokens[-1]) for seq in batch]
+        expected = [outcome.tokens for outcome in verifier.verify(batch, trees)]
+        verifier.steps.fewest_rows = fewest
+        assert verifier.steps.tree(trees, [seq.cache_len for seq in batch]).width == width  # type: ignore[attr-defined]
+        assert [outcome.tokens for outcome in verifier.verify(batch, trees)] == expected
+
+
+def test_the_least_recently_used_value_is_dropped() -> None:
+    dropped: list[list[str]] = []
+    cache: LruCache[str, int] = LruCache(2, lambda: dropped.append(list(cache._values)))
+    assert [cache.get(key, lambda value=value: value) for key, value in (("a", 1), ("b", 2), ("a", 3))] == [1, 2, 1]
+    assert cache.get("c", lambda: 3) == 3
+    assert dropped == [["b", "a"]]  # called before the value is dropped
+    assert list(cache._values) == ["a", "c"]
+    assert cache.get("b", lambda: 4) == 4
+    cache.clear()
+    assert not cache._values

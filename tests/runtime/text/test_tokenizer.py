@@ -1,0 +1,74 @@
+"""Text that grows token by token: whole characters, stop strings, chat templates."""
+
+from __future__ import annotations
+
+import pytest
+
+from redraft.runtime import SpeculationParams
+from redraft.runtime.text.tokenizer import Detokenizer
+from redraft.types import Budget
+from tests.runtime.fakes import byte_text, greedy, make_runtime, script
+
+WORDS = "naïve 日本語 🙂🙂 e\u0301 ok "
+
+
+@pytest.mark.parametrize("budget", [Budget(0, 0, 0), Budget(12, 5, 3), None], ids=str)
+def test_chunks_are_whole_characters_and_join_to_the_text(budget: Budget | None) -> None:
+    said = (WORDS * 3).encode()
+    runtime = make_runtime(script(said, 2))
+    chunks = list(runtime.stream("ab", greedy(len(said)), speculation=SpeculationParams(budget=budget)))
+    assert "".join(chunks) == WORDS * 3
+    assert not any("\ufffd" in chunk for chunk in chunks)
+    assert len(chunks) > 5
+    assert (
+        runtime.generate(["ab"], greedy(len(said)), speculation=SpeculationParams(budget=budget))[0].text == WORDS * 3
+    )
+
+
+def test_a_character_cut_by_max_tokens_is_left_out() -> None:
+    said = "ab🙂".encode()
+    runtime = make_runtime(script(said, 1))
+    assert "".join(runtime.stream("x", greedy(len(said) - 1))) == "ab"
+    result = runtime.generate(["x"], greedy(len(said) - 1))[0]
+    assert result.text == "ab"
+    assert len(result.token_ids) == len(said) - 1
+
+
+def test_bytes_that_never_make_a_character_do_not_delay_later_text() -> None:
+    runtime = make_runtime(script(b"a\xffbc", 1))
+    assert "".join(runtime.stream("x", greedy(4))) == "a\ufffdbc"
+
+
+@pytest.mark.parametrize("budget", [Budget(0, 0, 0), Budget(12, 6, 2)], ids=str)
+@pytest.mark.parametrize("stop", [("END",), ("never", "D."), ("N", "END"), ("🙂E",)])
+def test_stop_strings_end_the_text_before_them(stop: tuple[str, ...], budget: Budget) -> None:
+    """Text that may begin a stop string is held back, across chunks and paths. Tokens after the end are cut."""
+    said = "EN EN EN 🙂END. EN EN EN"
+    full = said.encode()
+    runtime = make_runtime(script(full, 1))
+    expected = said[: min(said.find(word) for word in stop if word in said)]
+    chunks = list(runtime.stream("x", greedy(200, stop=stop), speculation=SpeculationParams(budget=budget)))
+    assert "".join(chunks) == expected
+    result = runtime.generate(["x"], greedy(200, stop=stop), speculation=SpeculationParams(budget=budget))[0]
+    assert (result.text, result.finish_reason) == (expected, "stop")
+    ends = [full.find(word.encode()) + len(word.encode()) for word in stop if word in said]
+    assert len(result.token_ids) == min(ends)
+
+
+def test_text_that_only_began_a_stop_string_comes_out_in_the_end() -> None:
+    runtime = make_runtime(script(b"abcEN", 1))
+    chunks = list(runtime.stream("x", greedy(5, stop=("END",))))
+    assert "".join(chunks) == "abcEN"
+
+
+def test_text_comes_out_once_no_stop_string_is_possible() -> None:
+    stream = Detokenizer(byte_text(), [], ("END",))
+    taken = [(stream.push(token), stream.take())[1] for token in b"xEzEN!"]
+    assert taken == ["x", "", "Ez", "", "", "EN!"]
+
+
+def test_special_tokens_do_not_show() -> None:
+    stream = Detokenizer(byte_text(), [256])
+    for token in [97, 256, 98, 257]:
+        stream.push(token)
+    assert stream.text == "ab"
