@@ -1,0 +1,175 @@
+"""The batch of one step: each request with its plan, its tree and its outcome, and the prompt rows to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from redraft.runtime.requests.request import Request
+from redraft.runtime.trees.offers import NO_TREE, Offer, Plan, StepLimits
+from redraft.runtime.trees.tree import root_only
+from redraft.types import NO_SPECULATION, Budget, OfferKind, Outcome, Tree
+
+Call = tuple[str, OfferKind]
+"""A kind of drafter call: the drafter's id, and the kind of tree that it makes."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of a request whose rows a step computes, from position `start` on. Nobody reads their logits."""
+
+    request: Request
+    start: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Milliseconds of a step's parts, for the whole batch. Work on a device counts if the verifier waited for it.
+
+    made_ms: of each kind of drafter call.   host_ms: time outside the calls of verifier and drafters.
+    """
+
+    offers_ms: float = 0.0
+    made_ms: Mapping[Call, float] = field(default_factory=dict)
+    verified_ms: float = 0.0
+    host_ms: float = 0.0
+
+
+class CallLimits(NamedTuple):
+    """Limits of the trees of one verification.
+
+    rows:      most nodes of a tree, root included: the room of the fullest slot, and the largest call.
+    branches:  False if the verifier takes chains only.   block_rows: as in `StepLimits`.
+    past_end:  trees of drafters with engines may reach past a request's last token, since cutting them on a device
+               costs more than dropping tokens.
+    """
+
+    rows: int
+    branches: bool = True
+    block_rows: int | None = None
+    past_end: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RequestStep:
+    """A request's part of a step.
+
+    plan:    the offers to use; the root alone until a controller plans.
+    made:    the tree that a drafter made for it in this step.
+    tree:    the tree to verify.   outcome: of its verification.
+    """
+
+    request: Request
+    plan: Plan
+    made: Tree | None = None
+    tree: Tree = field(init=False)
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        self.tree = self.plan.found
+
+    @classmethod
+    def of(cls, request: Request) -> RequestStep:
+        """Return the plain step of a request."""
+        return cls(request, Plan(NO_TREE, root_only(request.tokens[-1])))
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One step of several requests. Request i has slot i of the verifier.
+
+    steps:     of the requests that this batch's reader serves.
+    chunks:    rows of prompts to compute after the verification.
+    sequences: requests in the verifier's call. A controller's part of a batch has fewer steps.
+    methods:   names of all their methods.
+    rows:      rows of the call that other controllers' trees take.   widest: nodes of their largest tree.
+    """
+
+    steps: list[RequestStep]
+    limits: CallLimits
+    chunks: Sequence[Chunk] = ()
+    sequences: int = 0
+    methods: str = ""
+    rows: int = 0
+    widest: int = 1
+    times: StepTimes = field(default_factory=StepTimes)
+
+    def __post_init__(self) -> None:
+        self.sequences = self.sequences or len(self.steps)
+        self.methods = self.methods or methods_of(self.requests)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests, by slot."""
+        return [step.request for step in self.steps]
+
+    @property
+    def speculates(self) -> bool:
+        """True if any request asked for offers."""
+        return any([step.plan.speculates for step in self.steps])
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the largest tree to verify, its root included."""
+        return max([len(step.tree) for step in self.steps])
+
+    def part(self, steps: list[RequestStep]) -> Batch:
+        """Return the batch of some of the steps, for the controller that serves them."""
+        return replace(self, steps=steps, chunks=())
+
+    def ask(self, step: RequestStep, budget: Budget) -> tuple[StepLimits, Sequence[Offer]]:
+        """Return the limits of a request's tree within `budget`, and what its drafter offers within them.
+
+        The limits are NO_TREE, without offers, if no node fits.
+        """
+        request, limits = step.request, self.limits
+        speculation = request.speculation
+        past_end = limits.past_end and speculation.drafter.has_engines
+        most = speculation.most
+        fitting = fit(budget, request, limits.rows, most, past_end)
+        if not fitting.nodes:
+            return NO_TREE, ()
+        branches = limits.branches and (most is None or most.width > 1)
+        found = StepLimits(fitting, request.cache_len, branches, limits.block_rows)
+        return found, speculation.drafter.offers(request, fitting)
+
+
+def methods_of(requests: Sequence[Request]) -> str:
+    """Return the names of the requests' methods."""
+    if not requests:
+        return ""
+    first = requests[0].speculation.method
+    if len(requests) == 1 or all([request.speculation.method == first for request in requests]):
+        return first
+    return " ".join(sorted({request.speculation.method for request in requests}))
+
+
+def fit(budget: Budget, request: Request, rows: int, most: Budget | None = None, past_end: bool = False) -> Budget:
+    """Cut `budget` to `most`, to the tokens that `request` may still commit, and to the rows that its slot still has.
+
+    past_end: trees may reach past the last token (`CallLimits`).
+    """
+    depth, nodes, width = request.remaining - 1, rows - 1, budget.width
+    if past_end and depth > 0:
+        depth = budget.depth
+    if most is not None:
+        depth, nodes, width = min(depth, most.depth), min(nodes, most.nodes), min(width, most.width)
+    if depth < 1 or nodes < 1 or width < 1 or budget.depth < 1:
+        return NO_SPECULATION
+    if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
+        return budget
+    return replace(budget, nodes=min(nodes, budget.nodes), depth=min(depth, budget.depth), width=width)
+
+
+def calls_of(steps: Iterable[RequestStep]) -> list[tuple[object, OfferKind]]:
+    """Return the drafter calls that plans need, one a drafter and kind.
+
+    Resampling comes first: a fresh draft may overwrite its inputs.
+    """
+    calls = {
+        (step.plan.make.maker, step.plan.kind): None
+        for step in steps
+        if step.plan.make is not None and step.plan.make.maker
+    }
+    return sorted(calls, key=lambda call: call[1] is OfferKind.FRESH) if len(calls) > 1 else list(calls)
