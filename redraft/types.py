@@ -203,19 +203,36 @@ class DraftTree:
         return DraftTree(self.tokens[keep], parents, self.log_probs[keep], draws, pinned)
 
 
+@dataclass(frozen=True, eq=False)
+class Together:
+    """The estimates from which a controller chose the sizes of a batch's trees.
+
+    rate:   tokens that a millisecond of the batch's call must bring.
+    packed: True if a call computes the nodes of all trees; False if it pads them to the size of the largest.
+    shares: probability of each node to be accepted, in the order in which nodes are added to the call. Padded calls add
+            the n-th node of all trees at once, whose tokens are their sum.
+    least:  how many are verified whatever they bring: all pinned nodes, or those of the tree with most.
+    """
+
+    rate: float
+    packed: bool
+    shares: Sequence[float]
+    least: int
+
+
 @dataclass(frozen=True)
 class Choice:
     """The estimates from which the controller chose a step's tree.
 
     rate:   tokens that a millisecond must bring.
     gains:  expected tokens of each kind of offer minus its cost. The controller takes the first of the largest.
-    tried:  True if it takes a fresh draft whatever its gain, to learn the gain, or since the batch drafts anyway.
+    tried:  True if it takes a fresh draft whatever its gain, to learn the gain.
     found:  the lookup's tree.   whole: the largest tree that could be verified; `rate` decides how much of it is.
     shares: acceptance rate of each node after the root, from which a tree on a device was cut.
-    table_ms: estimated time of verifying n nodes.
+    table_ms: estimated time of the call; entry 1 + k is that with k drafted nodes, of all trees if they are packed.
     probed: True if it verifies nodes that do not seem to pay, to learn their cost.
-    together: in a batch, the rate of all its sequences, and the tokens that the n-th node of all their trees brings.
-    least:  nodes that are verified whatever they bring: the most pinned nodes of a tree in the batch.
+    together: in a batch, the estimates of all its trees.
+    least:  nodes that are verified whatever they bring: the pinned ones.
     """
 
     rate: float
@@ -226,7 +243,7 @@ class Choice:
     shares: Sequence[float] | None = None
     table_ms: Sequence[float] = ()
     probed: bool = False
-    together: tuple[float, Sequence[float]] | None = None
+    together: Together | None = None
     least: int = 0
 
 

@@ -1,113 +1,38 @@
 """The adaptive controller: it chooses tree sizes from the measured cost curve and recent acceptance."""
 
-# pylint: disable=too-many-lines  # one controller
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from redraft.runtime.controllers.base import Call, merged_ready
-from redraft.runtime.controllers.calibration import (
-    FAST,
-    SLOW,
-    DepthCalibration,
-    RankCalibration,
-    best_first,
-    ranked_shares,
-)
+from redraft.runtime.controllers.base import Controller, merged_ready
+from redraft.runtime.controllers.calibration import FAST, SLOW
 from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.controllers.experience import ControllerState, Experience, MethodStatistics, StepCosts
+from redraft.runtime.controllers.probes import Probes
+from redraft.runtime.controllers.sizes import Ranking, TreeShares, best_first, ranked_shares
 from redraft.runtime.trees.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
-from redraft.runtime.trees.tree import cut, merge, pinned_nodes, root_only
-from redraft.types import NO_SPECULATION, Budget, Choice, Costs, OfferKind, Outcome, Tree
+from redraft.runtime.trees.tree import cut, merge, pinned_nodes
+from redraft.types import NO_SPECULATION, Budget, Choice, Costs, OfferKind, Outcome, Together, Tree
 
 if TYPE_CHECKING:
+    from redraft.runtime.requests.batch import Batch, Call, RequestStep
     from redraft.runtime.requests.request import Request
-    from redraft.runtime.sampling.noise import NoiseKind
 
 MAX_DEPTH = 16
 LONGEST_PAUSE = 32
 """Plain steps, at most, between two attempts while speculation does not pay."""
 _LEARN = 1 / 8
-_CREDIT = 1.0625
-"""Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
-_OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
-_FIRST_PROBE, _LONGEST_PROBE = 8, 256
-"""Steps between two probes of a size that does not seem to pay."""
-_PROBED = (8, 4, 2)
-"""Sizes to probe, root included."""
-_NEAR = 0.1
 _FEW = 4
 """A draft that decides whether to continue uses the mean cost of its first few nodes."""
 _SURE = 0.9
 """Drafts always continue below nodes of this joint probability, so that the controller learns what follows them."""
 
 
-@dataclass(slots=True)
-class Experience:
-    """Running means over speculative steps: tokens committed by a step, and its cost in plain steps.
-
-    The unit is a plain step, since the machine's load changes the time of both.
-    """
-
-    tokens: float
-    plain_steps: float
-
-    def update(self, tokens: int, plain_steps: float, weight: float) -> None:
-        """Move the means by `weight` towards one step."""
-        self.tokens += weight * (tokens - self.tokens)
-        self.plain_steps += weight * (plain_steps - self.plain_steps)
-
-
-@dataclass(slots=True)
-class MethodRecord:
-    """Statistics of a method's requests with one kind of noise, with which its next such request starts.
-
-    gain: expected tokens of trees beyond their cost of verification, by offer.
-    """
-
-    experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
-    gain: dict[OfferKey, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class ControllerState:
-    """The controller's state of one sequence.
-
-    method:   the record of its method.   noise: the kind of noise of its drafts' candidates.
-    gain:     gains by offer as in `MethodRecord`, learned from its own steps.
-    ready:    number of this step's ready nodes that are worth verifying, and their gain.
-    made:     the tree that a drafter made for this step, for `observe`.
-    rate, gains, tried, probed, together, least: fields of this step's `Choice`.   weighed: its found, whole and shares.
-    shares:   probability of each node after the root to be accepted in this step, by `ranked_shares`.
-    waiting:  steps still to pause.   pause: length of the latest pause.
-    since_fresh, patience: steps since the last fresh draft, and the number after which another is tried.
-    """
-
-    experience: Experience
-    method: MethodRecord
-    noise: NoiseKind
-    gain: dict[OfferKey, float]
-    ready: tuple[int, float] = (0, 0.0)
-    made: Tree | None = None
-    rate: float = 0.0
-    gains: dict[OfferKind, float] = field(default_factory=dict)
-    tried: bool = False
-    probed: bool = False
-    shares: Sequence[float] = ()
-    together: tuple[float, Sequence[float]] | None = None
-    least: int = 0
-    weighed: tuple[Tree, Tree, Sequence[float] | None] | None = None
-    waiting: int = 0
-    pause: int = 0
-    since_fresh: int = 0
-    patience: int = 1
-
-
-class Adaptive:
+class Adaptive(Controller):
     """Maximises tokens per millisecond.
 
     A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities) tokens in t(n + 1) ms. A lookup
@@ -115,9 +40,12 @@ class Adaptive:
     by rank if the trees stay on a device (`RankCalibration`). The best n has the largest yield less `rate` tokens for
     every millisecond, and this difference is the tree's gain. `rate` is the sequence's present rate, at least that of
     plain decoding (Dinkelbach's method for a ratio of sums). The ratio of one step alone would make trees too small.
-    In a batch, all trees are cut to one number of nodes, since the largest tree determines a call's cost. The batch's
-    yield is then the sum of their yields, and its rate the sum of their rates. Pinned nodes are verified at any gain,
-    since they bring tokens to later steps. Their costs count, so a tree's gain may be negative.
+    Pinned nodes are verified at any gain, since they bring tokens to later steps. Their costs count, so a tree's gain
+    may be negative.
+
+    The requests of a batch share a call, so its rate is the sum of theirs, and each row costs time of all. The next row
+    goes to the likeliest node of all trees, until a node brings fewer tokens than its row costs. If the verifier pads
+    trees, all have one number of nodes, whose yield is the sum of the trees'.
 
     The controller uses the offer with the largest gain, less the cost of making its tree. The gain of a ready tree is
     known. The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh
@@ -126,76 +54,91 @@ class Adaptive:
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
     pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
-    few. A new request starts with its method's experience, and a new method with some credit. What greedy requests
-    taught says little of sampled ones, so the controller keeps its statistics of acceptance by `DraftNoise.kind`.
+    few. In a batch, a request pays for what it adds to the plain call: its rows, its lookup, its part of a draft. It
+    pays B times that for B sequences, since all of them wait. So if no request loses, the batch does not.
+    A new request starts with its method's experience, and a new method with some credit.
     """
 
     weighs = True
 
     def __init__(self, verifying: VerifyCosts) -> None:
         self._verifying = verifying
-        self._table: Sequence[float] = verifying.table_ms(1)
-        self._priced = self._table
-        """The cost table of this step. No size costs less than the largest tree of other controllers."""
-        self._made_ms: dict[Call, float] = {}
-        self._offers_ms: dict[str, float] = {}
-        self._step_ms: dict[Call, float] = {}
-        self._looked_up_ms = 0.0
-        self._verified_ms = 0.0
         self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=verifying.largest - 1)
-        self._host_ms: dict[tuple[int, str, bool], float] = {}
-        self._steps, self._probe_at, self._probe_patience = 0, _FIRST_PROBE, _FIRST_PROBE
-        self._probed: dict[int, tuple[int, float]] = {}
-        self._probes = 0
-        self._sequences, self._methods = 1, ""
-        self._records: defaultdict[tuple[str, NoiseKind], MethodRecord] = defaultdict(MethodRecord)
-        self._depths: defaultdict[tuple[str, OfferKind, NoiseKind], DepthCalibration] = defaultdict(DepthCalibration)
-        self._ranks: defaultdict[tuple[OfferKey, NoiseKind], RankCalibration] = defaultdict(RankCalibration)
+        self._methods = MethodStatistics()
+        self._costs = StepCosts()
+        self._probes = Probes()
+        self._known: Sequence[float] = ()
+        self._table: Sequence[float] = ()
+        """The cost table of this step for trees of this controller alone: by drafted nodes, of each tree if padded."""
+        self._priced: Sequence[float] = ()
+        """The same table, next to the trees of other controllers."""
+        self._rate = 0.0
+        """Tokens that a millisecond of this step's call must bring."""
+        self._values: defaultdict[Call, float] = defaultdict(float)
+        self._users: Counter[tuple[str, OfferKind]] = Counter()
+        """Requests that could share a drafter's call in this step."""
 
     def expect(self, drafter: str, costs: Costs) -> None:
         """Use these costs of a drafter's calls until its calls have been timed."""
-        self._made_ms.setdefault((drafter, OfferKind.FRESH), costs.fresh_ms)
-        self._made_ms.setdefault((drafter, OfferKind.RESAMPLE), costs.resample_ms)
+        self._costs.expect((drafter, OfferKind.FRESH), costs.fresh_ms)
+        self._costs.expect((drafter, OfferKind.RESAMPLE), costs.resample_ms)
 
-    def begin(self, sequences: int, methods: str) -> None:
-        """Begin a step with the costs for `sequences` sequences."""
-        self._steps += 1
-        table = self._verifying.table_ms(sequences)
-        if table is not self._table:
-            self._table = table
-            probed = self._probed.pop(sequences, None)
-            if probed is not None and not _near(table[probed[0]] / table[1], probed[1]):
-                self._probe_patience = _FIRST_PROBE
-                self._probe_at = self._steps
+    def plan(self, batch: Batch) -> None:
+        """Select the offer with the largest gain for each request that does not pause."""
+        self._begin(batch.sequences)
+        asked = []
+        for step in batch.steps:
+            state = self._methods.state_of(step.request)
+            state.weighed, state.probed, state.together = None, False, None
+            state.waiting, pauses = max(state.waiting - 1, 0), state.waiting > 0
+            limits, offers = batch.ask(step, NO_SPECULATION if pauses else self._full)
+            if limits is not NO_TREE:
+                asked.append((step, state, limits, offers))
+        self._set_rate(batch.sequences, [state.experience for _, state, _, _ in asked])
+        self._users = Counter([(offer.key.drafter, offer.key.kind) for *_, offers in asked for offer in offers])
+        self._values.clear()
+        ready = []
+        for step, state, _, offers in asked:
+            state.rate = self._rate / (1 if self._verifying.packed else len(asked))
+            ready.append(self._ready(step.request, state, offers))
+        for (step, state, limits, offers), found in zip(asked, ready, strict=True):
+            step.use(self._plan(state, offers, limits, found, batch.sequences))
+
+    def _begin(self, sequences: int) -> None:
+        """Use the costs for `sequences` sequences."""
+        known = self._verifying.table_ms(sequences)
+        self._probes.steps += 1
+        if known is not self._known:
+            self._known = known
+            self._table = known if self._verifying.packed else [0.0, *known[1::sequences]]
+            self._probes.compare(sequences, self._table)
         self._priced = self._table
-        self._sequences, self._methods = sequences, methods
 
-    def budget(self, seq: Request) -> Budget:
-        """Return the full budget, or none while speculation pauses."""
-        state = self._state_of(seq)
-        state.weighed, state.probed = None, False
-        if state.waiting == 0:
-            return self._full
-        state.waiting -= 1
-        return NO_SPECULATION
+    def _set_rate(self, sequences: int, known: Sequence[Experience]) -> None:
+        """Set the rate from the experience of the speculating requests. Others bring a token in each plain step."""
+        others = sequences - len(known)
+        tokens = sum([one.tokens for one in known]) + others
+        plain_steps = sum([one.plain_steps for one in known]) + others
+        self._rate = sequences * (max(tokens / plain_steps, 1.0) / self._table[1])
 
-    def plan(
-        self, batch: Sequence[Request], offers: Sequence[Sequence[Offer]], limits: Sequence[StepLimits]
-    ) -> list[Plan]:
-        """Select the offer with the largest gain for each sequence."""
-        return [
-            Plan(limit, root_only(seq.tokens[-1])) if limit is NO_TREE else self._plan(seq, offered, limit)
-            for seq, offered, limit in zip(batch, offers, limits, strict=True)
-        ]
-
-    def _plan(self, seq: Request, offers: Sequence[Offer], limits: StepLimits) -> Plan:
-        state = self._state_of(seq)
-        experience = state.experience
-        rate = state.rate = max(experience.tokens / experience.plain_steps, 1.0) / self._table[1]
-        found = merged_ready(seq, offers)
+    def _ready(self, request: Request, state: ControllerState, offers: Sequence[Offer]) -> Tree:
+        """Return the ready tree, and add what the drafters' offers promise beyond it to the values of their calls."""
+        found = merged_ready(request, offers)
         state.shares = ranked_shares(found.log_probs, found.pinned) if len(found) > 1 else ()
         state.least = pinned_nodes(found)
-        state.ready = best_first(state.shares, rate, self._table, state.least)
+        state.ready = best_first(state.shares, state.rate, self._table, state.least)
+        for offer in offers:
+            if offer.maker is not None:
+                self._values[offer.key.drafter, offer.key.kind] += self._value(state, offer.key)
+        return found
+
+    def _value(self, state: ControllerState, key: OfferKey) -> float:
+        """Return the tokens that an offer promises beyond the ready tree, at least 0."""
+        return max(state.gain.get(key, state.ready[1] + 1.0) - state.ready[1], 0.0)
+
+    def _plan(
+        self, state: ControllerState, offers: Sequence[Offer], limits: StepLimits, found: Tree, sequences: int
+    ) -> Plan:
         best, taken, fresh = state.ready[1], None, None
         state.gains = gains = {OfferKind.LOOKUP: best}
         for offer in offers:
@@ -203,87 +146,84 @@ class Adaptive:
                 kind = offer.key.kind
                 known = state.gain.get(offer.key)
                 gain = max(gains.values()) + 1.0 if known is None else known
-                gain -= rate * self._made_ms.get((offer.key.drafter, kind), 0.0)
+                gain -= self._price_of(state, offer.key)
                 gains[kind] = max(gain, gains.get(kind, gain))
                 if gain > best:
                     best, taken = gain, offer
                 if kind is OfferKind.FRESH:
                     fresh = offer
+        tries = state.tries if sequences == 1 else state.method.tries
         if fresh is not None:
-            state.since_fresh += 1
-        state.tried = fresh is not None and state.since_fresh > state.patience
+            tries.since += 1
+        state.tried = fresh is not None and tries.since > tries.patience * sequences
         if state.tried:
             taken = fresh
         if taken is not None and taken.step_ms:
-            limits = limits._replace(budget=self._stopping(limits.budget, taken, rate, state.noise))
+            limits = limits._replace(budget=self._stopping(limits.budget, taken, state))
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
-    def _stopping(self, budget: Budget, offer: Offer, rate: float, noise: NoiseKind) -> Budget:
+    def _price_of(self, state: ControllerState, key: OfferKey) -> float:
+        """Return the tokens that a drafter's call costs one request.
+
+        Requests share the price of a call by what it promises them, and take it if it pays for all of them together.
+        """
+        call = key.drafter, key.kind
+        price, value, total = self._rate * self._costs.call_ms(call), self._value(state, key), self._values[call]
+        return price * value / total if value > 0 else price
+
+    def _stopping(self, budget: Budget, offer: Offer, state: ControllerState) -> Budget:
         """Return a budget that ends a draft where one more level would cost more tokens than it adds.
 
         A stop must not read tokens that were drawn, so draws get a depth, by the acceptance of earlier ones.
         """
-        table = self._table
+        table, key = self._table, offer.key
         few = min(_FEW, len(table) - 2)
         node_ms = (table[1 + few] - table[1]) / max(few, 1)
-        least = min(rate * (offer.step_ms + node_ms), 1.0)
-        if noise != "drawn":
-            below = self._depths_of(offer, noise).tokens_below
+        level_ms = offer.step_ms * (self._rate / state.rate) / max(self._users[key.drafter, key.kind], 1)
+        least = min(state.rate * (level_ms + node_ms), 1.0)
+        if state.noise != "drawn":
+            below = self._methods.depths(key, state.noise).tokens_below
             return replace(budget, share=min(least / max(below, least), _SURE))
-        shares = self._ranks[offer.key, noise].shares(budget.depth)
+        shares = self._methods.ranks(key, state.noise).shares(budget.depth)
         paying = next((rank for rank, share in enumerate(shares) if share < least), len(shares))
         return replace(budget, depth=min(budget.depth, paying + 1))
 
-    def cut(
-        self, batch: Sequence[Request], plans: Sequence[Plan], made: Sequence[Tree | None], widest: int = 1
-    ) -> list[Tree]:
-        """Cut all trees to the number of nodes with the largest gain."""
-        self._price(widest)
-        table = self._priced
-        wholes, shares, states = [], [], []
-        others = self._sequences - len(batch)
-        rate = others / table[1] if others else 0.0
-        for seq, plan, tree in zip(batch, plans, made, strict=True):
-            if plan.speculates:
-                state = self._state_of(seq)
-                states.append((state, plan, tree))
-                if table is not self._table:
-                    state.rate *= self._table[1] / table[1]
-                wholes.append(self._weigh(state, plan, tree))
-                shares.append(state.shares)
-                rate += state.rate
-            else:
-                wholes.append(plan.found)
-                rate += 1 / table[1]
-        if not states:
-            return wholes
-        alone = self._sequences == 1
-        each = shares[0] if alone else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
-        least = max([state.least for state, _, _ in states])
-        paying, gain = states[0][0].ready if alone and not plans[0].make else best_first(each, rate, table, least)
-        nodes, probed = paying, widest == 1 and self._steps >= self._probe_at and len(each) > paying
-        if probed:
-            wider = self._probe(min(len(each) + 1, len(table) - 1))
-            probed, nodes = wider > paying, max(paying, wider)
-        for state, plan, tree in states:
-            state.probed, state.least, state.together = probed, least, None if alone else (rate, each)
-            if plan.make is not None and tree is not None:
-                self._learn_gain(state, plan.make.key, gain if alone else self._own_gain(state, paying))
-        return [
-            cut(whole, plan.limits, nodes) if plan.speculates else whole
-            for whole, plan in zip(wholes, plans, strict=True)
-        ]
+    def cut(self, batch: Batch) -> None:
+        """Cut the trees to the nodes that are worth their rows, all together."""
+        self._price(batch)
+        steps = [step for step in batch.steps if step.plan.speculates]
+        if not steps:
+            return
+        states, wholes = [self._methods.state_of(step.request) for step in steps], []
+        for step, state in zip(steps, states, strict=True):
+            state.rate *= self._table[1] / self._priced[1]
+            wholes.append(self._weigh(state, step.plan, step.made))
+        ranking = Ranking([TreeShares(state.shares, state.least) for state in states], self._verifying.packed)
+        together = None
+        if batch.sequences > 1:
+            together = Together(self._rate, self._verifying.packed, ranking.shares, ranking.least)
+        if together is None and steps[0].plan.make is None:
+            paying, gain = states[0].ready
+        else:
+            paying, gain = best_first(ranking.shares, self._rate, self._priced, ranking.least)
+        self._learn_gains(steps, states, ranking.sizes(paying), paying, None if together else gain, batch.sequences)
+        nodes = paying
+        if batch.widest == 1:
+            nodes = self._probes.nodes(batch.sequences, self._table, paying, len(ranking.shares))
+        for step, state, whole, size in zip(steps, states, wholes, ranking.sizes(nodes), strict=True):
+            state.probed, state.together = nodes > paying, together
+            step.tree = cut(whole, step.plan.limits, size)
 
-    def _price(self, widest: int) -> None:
-        """Set this step's cost table, given the largest tree of other controllers."""
-        if widest > 1:
-            paid = self._table[min(widest, len(self._table) - 1)]
-            self._priced = [0.0, *[max(ms, paid) for ms in self._table[1:]]]
-
-    def _own_gain(self, state: ControllerState, nodes: int) -> float:
-        """Return the gain of one sequence of a batch if all trees have `nodes` nodes, at least 0."""
-        expected = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
-        return max(expected, 0.0)
+    def _price(self, batch: Batch) -> None:
+        """Set this step's cost table and rate, given the trees of other controllers."""
+        table, end = self._table, len(self._table) - 1
+        if self._verifying.packed:
+            drafted = min(max(batch.rows + len(batch.steps) - batch.sequences, 0), end - 1)
+            self._priced = [0.0, *table[1 + drafted :]] if drafted else table
+        elif batch.widest > 1:
+            paid = table[min(batch.widest, end)]
+            self._priced = [0.0, *[max(ms, paid) for ms in table[1:]]]
+        self._rate *= table[1] / self._priced[1]
 
     def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
         """Return all nodes that could be verified for a sequence. Sets the probability of each node to be accepted."""
@@ -293,7 +233,7 @@ class Adaptive:
         if made is not None and len(made) > 1:
             state.made = made
             assert plan.make is not None
-            tree = merge(tree, self._depths_of(plan.make, state.noise).calibrated(made))
+            tree = merge(tree, self._methods.depths(plan.make.key, state.noise).calibrated(made))
             state.shares = ranked_shares(tree.log_probs, tree.pinned)
         state.weighed = plan.found, tree, None
         return tree
@@ -304,7 +244,7 @@ class Adaptive:
         Merging them would copy a tree from the device, and would let the size of a tree of draws depend on its draws.
         """
         assert plan.make is not None
-        shares = self._ranks[plan.make.key, state.noise].shares(len(made) - 1)
+        shares = self._methods.ranks(plan.make.key, state.noise).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.ready[1] else plan.found
         if tree is made:
@@ -313,109 +253,65 @@ class Adaptive:
         state.made = made if tree is made else None
         return tree
 
-    def _probe(self, largest: int) -> int:
-        """Return how many nodes to verify although they do not seem to pay. Sizes take turns, up to `largest`.
+    def _learn_gains(
+        self, steps: Sequence[RequestStep], states: Sequence[ControllerState], sizes: Sequence[int], nodes: int,
+        gain: float | None, sequences: int,
+    ) -> None:  # fmt: skip
+        """Learn from each new tree: its expected tokens less its part of the rows' cost, or `gain` if it is alone."""
+        row = self._rate * (self._priced[1 + nodes] - self._priced[1]) / max(sum(sizes), 1)
+        gained: dict[Call, list[tuple[ControllerState, float]]] = {}
+        for step, state, size in zip(steps, states, sizes, strict=True):
+            if step.plan.make is not None and step.made is not None:
+                key = step.plan.make.key
+                own = sum(state.shares[:size]) - row * size if gain is None else gain
+                for known, weight in ((state.gain, _LEARN), (state.method.gain, FAST)):
+                    before = known.get(key, own)
+                    known[key] = before + weight * (own - before)
+                gained.setdefault((key.drafter, key.kind), []).append((state, own - state.gains[OfferKind.LOOKUP]))
+        for call, users in gained.items():
+            if call[1] is OfferKind.FRESH:
+                pays = sum([max(more, 0.0) for _, more in users]) > self._rate * self._costs.call_ms(call)
+                for state, more in users if sequences == 1 else users[:1]:
+                    tries = state.tries if sequences == 1 else state.method.tries
+                    tries.made(pays and (more > 0 or sequences > 1), LONGEST_PAUSE * min(sequences, 2))
 
-        A size that is never verified is never timed, so its estimate could stay too high. The delay until the next
-        probe doubles, unless this probe finds the estimate wrong.
-        """
-        size = min(_PROBED[self._probes % len(_PROBED)], largest)
-        self._probes += 1
-        self._probe_patience = min(2 * self._probe_patience, _LONGEST_PROBE)
-        self._probe_at = self._steps + self._probe_patience
-        self._probed[self._sequences] = size, self._table[size] / self._table[1]
-        return size - 1
-
-    def _depths_of(self, offer: Offer, noise: NoiseKind) -> DepthCalibration:
-        return self._depths[offer.key.drafter, offer.key.kind, noise]
-
-    def explain(self, seq: Request) -> Choice | None:
-        """Return the inputs of the sequence's latest choice."""
-        state = self._state_of(seq)
+    def explain(self, request: Request) -> Choice | None:
+        """Return the inputs of the request's latest choice."""
+        state = self._methods.state_of(request)
         if state.weighed is None:
             return None
         weighed = *state.weighed, self._priced
         return Choice(state.rate, state.gains, state.tried, *weighed, state.probed, state.together, state.least)
 
-    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """Update the estimated costs of drafter calls and offers."""
-        known_ms = self._offers_ms.setdefault(self._methods, offers_ms)
-        counted_ms = self._looked_up_ms = _without_outlier(offers_ms, known_ms)
-        self._offers_ms[self._methods] = known_ms + FAST * (counted_ms - known_ms)
-        self._verified_ms = self._priced[min(nodes, len(self._priced) - 1)]
-        self._step_ms = {}
-        for call, taken_ms in made_ms.items():
-            known_ms = self._made_ms.setdefault(call, taken_ms)
-            counted_ms = self._step_ms[call] = _without_outlier(taken_ms, known_ms)
-            self._made_ms[call] = known_ms + FAST * (counted_ms - known_ms)
-
-    def observe(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Update the state of the sequence and the statistics of its method."""
-        if not plan.speculates:
+    def observe(self, batch: Batch) -> None:
+        """Update the costs, the state of each sequence, and the statistics of its method."""
+        shares_ms = self._costs.shares_ms(batch)
+        steps = [step for step in batch.steps if step.plan.speculates]
+        if not steps:
             return
-        state: ControllerState = seq.control
-        ms = self._verified_ms + self._extra_ms()
-        if plan.make is not None:
-            if (made := state.made) is not None:
-                if made.cut_at_end:
-                    self._ranks[plan.make.key, state.noise].observe(len(tree), outcome.path)
-                else:
-                    self._depths_of(plan.make, state.noise).observe(made, outcome.tokens)
-                state.made = None
-            ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
-        experience = state.experience
+        table, drafted = self._priced, [len(step.tree) - 1 for step in steps]
+        count = sum(drafted) if self._verifying.packed else max(drafted)
+        rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
+        for step, nodes, ms in zip(steps, drafted, shares_ms, strict=True):
+            added_ms = rows_ms * nodes / max(sum(drafted), 1) + ms
+            if (outcome := step.outcome) is not None and outcome.error is None:
+                self._learn(step, outcome, (table[1] + batch.sequences * added_ms) / table[1])
+
+    def _learn(self, step: RequestStep, outcome: Outcome, plain_steps: float) -> None:
+        """Learn from a request's speculative step, whose cost counts as so many plain steps."""
+        state, plan = self._methods.state_of(step.request), step.plan
+        if plan.make is not None and (made := state.made) is not None:
+            if made.cut_at_end:
+                self._methods.ranks(plan.make.key, state.noise).observe(len(step.tree), outcome.path)
+            else:
+                self._methods.depths(plan.make.key, state.noise).observe(made, outcome.tokens)
+            state.made = None
+        experience, tokens = state.experience, len(outcome.path) + 1
         if not state.probed:
-            steps = ms / self._priced[1]
-            experience.update(len(outcome.path) + 1, steps, _LEARN if state.pause > 1 else FAST)
-            state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
+            experience.update(tokens, plain_steps, _LEARN if state.pause > 1 else FAST)
+            state.method.experience.update(tokens, plain_steps, SLOW)
         if experience.tokens < _TOLERANCE * experience.plain_steps:
             state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
             state.waiting = state.pause
         else:
             state.pause = 0
-
-    def ended(self, speculated: bool, host_ms: float) -> None:
-        """Update the estimated host time of plain and of speculative steps."""
-        key = self._sequences, self._methods, speculated
-        known_ms = self._host_ms.setdefault(key, host_ms)
-        self._host_ms[key] += FAST * (_without_outlier(host_ms, known_ms) - known_ms)
-
-    def _extra_ms(self) -> float:
-        """Return the host's extra milliseconds in a speculative step, compared with a plain one.
-
-        The result is at least the time of lookups.
-        """
-        plain, speculated = (self._host_ms.get((self._sequences, self._methods, kind)) for kind in (False, True))
-        known = plain is not None and speculated is not None
-        return max(speculated - plain, self._looked_up_ms) if known else self._looked_up_ms  # type: ignore[operator]
-
-    def _learn_gain(self, state: ControllerState, key: OfferKey, gain: float) -> None:
-        """Record the gain of a new tree, and delay the next fresh draft if this one did not pay."""
-        for known, weight in ((state.gain, _LEARN), (state.method.gain, FAST)):
-            before = known.get(key, gain)
-            known[key] = before + weight * (gain - before)
-        if key.kind is OfferKind.FRESH:
-            pays = gain - state.rate * self._made_ms.get((key.drafter, key.kind), 0.0) > state.gains[OfferKind.LOOKUP]
-            state.since_fresh, state.patience = 0, 1 if pays else min(2 * state.patience, LONGEST_PAUSE)
-
-    def _state_of(self, seq: Request) -> ControllerState:
-        state: ControllerState | None = seq.control
-        if state is None:
-            noise = seq.noise.kind
-            record = self._records[seq.speculation.method, noise]
-            known = record.experience
-            state = ControllerState(Experience(known.tokens, known.plain_steps), record, noise, dict(record.gain))
-            seq.control = state
-        return state
-
-
-def _without_outlier(taken_ms: float, known_ms: float) -> float:
-    """Return the time of a call, limited if it is an outlier.
-
-    An interrupted call would make the size look expensive, and delay its next use.
-    """
-    return min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
-
-
-def _near(ratio: float, other: float) -> bool:
-    return abs(ratio / other - 1) < _NEAR

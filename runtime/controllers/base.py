@@ -2,69 +2,49 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from redraft.methods.base import resampled_nodes
 from redraft.runtime.trees.offers import NO_TREE, Offer, Plan, StepLimits
 from redraft.runtime.trees.tree import join, merge, prune, root_only
-from redraft.types import Budget, Choice, OfferKind, Outcome, Tree
+from redraft.types import Budget, Choice, OfferKind, Tree
 
 if TYPE_CHECKING:
+    from redraft.runtime.requests.batch import Batch, RequestStep
     from redraft.runtime.requests.request import Request
 
-Call = tuple[str, OfferKind]
-"""A kind of drafter call: the drafter's id, and the kind of tree that it makes."""
 
+class Controller(ABC):
+    """Selects among the offers for the requests of a batch, selects the parts of their trees to verify, and learns.
 
-class Controller(Protocol):
-    """Limits the offers for a step's sequences, selects among them, and selects the part to verify.
-
-    Each method takes the sequences of a batch that this controller serves, in one order.
+    `batch.steps` has the requests that this controller serves.
     """
 
-    weighs: bool
+    weighs = False
     """True if costs decide its tree sizes. It then cuts after the other controllers."""
 
-    def begin(self, sequences: int, methods: str) -> None:
-        """Begin a step.
-
-        sequences: those of other controllers included.   methods: names of all their methods.
-        """
+    @abstractmethod
+    def plan(self, batch: Batch) -> None:
+        """Ask for offers within a budget (`Batch.ask`), and set each step's plan and its ready tree."""
 
     @abstractmethod
-    def budget(self, seq: Request) -> Budget:
-        """Return the budget of a draft now; nodes = 0 means no speculation."""
+    def cut(self, batch: Batch) -> None:
+        """Set each step's tree: the part of its plan's ready trees and of its made tree that is worth verifying.
 
-    def plan(
-        self, batch: Sequence[Request], offers: Sequence[Sequence[Offer]], limits: Sequence[StepLimits]
-    ) -> list[Plan]:
-        """Return the offers to use for each sequence."""
-
-    def cut(
-        self, batch: Sequence[Request], plans: Sequence[Plan], made: Sequence[Tree | None], widest: int = 1
-    ) -> list[Tree]:
-        """Return the part worth verifying of the ready trees and of those in `made`.
-
-        It cuts all trees together, since the largest one determines a call's cost. Without an offer, a tree is a root.
-        widest: nodes of the largest tree that other controllers bring, root included.
+        Without an offer, a tree is a root. It is called if any request in the call asked for offers.
         """
 
-    def explain(self, seq: Request) -> Choice | None:
-        """Return the inputs of this step's choice of a tree; None if the controller compares no costs."""
+    def observe(self, batch: Batch) -> None:  # noqa: B027 (only some controllers learn)
+        """Learn from outcomes and times. Called after the tokens are committed, after plain steps too.
 
-    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """Record the milliseconds of this step's offers and drafter calls, for the whole batch.
-
-        nodes: of the largest verified tree, its root included.
+        A step without outcome, or with an error, teaches nothing.
         """
 
-    def observe(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Record the outcome of verifying `tree`. Called after plain steps too."""
-
-    def ended(self, speculated: bool, host_ms: float) -> None:
-        """End the step. host_ms: its time without the calls of verifier and drafters."""
+    def explain(self, request: Request) -> Choice | None:
+        """Return the inputs of this step's choice of a tree, for traces; None if the controller compares no costs."""
+        return None
 
 
 class BudgetController(Controller):
@@ -75,53 +55,41 @@ class BudgetController(Controller):
     Nodes of a resampled tree are at most `resampled_nodes` of the budget's.
     """
 
-    weighs = False
+    @abstractmethod
+    def budget(self, request: Request) -> Budget:
+        """Return the budget of a draft now; nodes = 0 means no speculation."""
 
-    def begin(self, sequences: int, methods: str) -> None:
-        """Do nothing: budgets do not depend on the batch."""
-
-    def plan(
-        self, batch: Sequence[Request], offers: Sequence[Sequence[Offer]], limits: Sequence[StepLimits]
-    ) -> list[Plan]:
+    def plan(self, batch: Batch) -> None:
         """Select resampling if it is possible, else a fresh draft, together with the ready trees."""
-        return [self._plan(*each) for each in zip(batch, offers, limits, strict=True)]
+        for step in batch.steps:
+            limits, offers = batch.ask(step, self.budget(step.request))
+            if limits is not NO_TREE:
+                step.use(self._plan(step.request, offers, limits))
 
-    def _plan(self, seq: Request, offers: Sequence[Offer], limits: StepLimits) -> Plan:
-        if limits is NO_TREE:
-            return Plan(limits, root_only(seq.tokens[-1]))
-        found = merged_ready(seq, offers)
+    def _plan(self, request: Request, offers: Sequence[Offer], limits: StepLimits) -> Plan:
+        found = merged_ready(request, offers)
         for kind in (OfferKind.RESAMPLE, OfferKind.FRESH):
             for offer in offers:
                 if offer.key.kind is kind:
                     return Plan(limits, found, kind, offer)
         return Plan(limits, found, OfferKind.LOOKUP)
 
-    def cut(
-        self, batch: Sequence[Request], plans: Sequence[Plan], made: Sequence[Tree | None], widest: int = 1
-    ) -> list[Tree]:
+    def cut(self, batch: Batch) -> None:
         """Merge each plan's trees, and cut them to the budget."""
-        return [
-            self._cut(plan, tree, self.budget(seq)) if plan.speculates else plan.found
-            for seq, plan, tree in zip(batch, plans, made, strict=True)
-        ]
+        for step in batch.steps:
+            if step.plan.speculates:
+                step.tree = self._cut(step)
 
-    def _cut(self, plan: Plan, made: Tree | None, budget: Budget) -> Tree:
+    def _cut(self, step: RequestStep) -> Tree:
         """Return the part to verify. Of a resampled tree, only as many nodes stay as a resampled tree may have."""
+        plan, made, nodes = step.plan, self._stopped(step.made), self.budget(step.request).nodes
         if made is not None and plan.kind is OfferKind.RESAMPLE:
-            made = prune(made, resampled_nodes(budget.nodes))
-        return join(plan.found, made, plan.limits, budget.nodes)
+            made = prune(made, resampled_nodes(nodes))
+        return join(plan.found, made, plan.limits, nodes)
 
-    def explain(self, seq: Request) -> None:
-        """Return None: no costs are compared."""
-
-    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """Ignore the times."""
-
-    def observe(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Ignore the outcome."""
-
-    def ended(self, speculated: bool, host_ms: float) -> None:
-        """Do nothing."""
+    def _stopped(self, made: Tree | None) -> Tree | None:
+        """Return the part of a new tree that comes before the controller would have ended it: here all of it."""
+        return made
 
 
 class FixedBudget(BudgetController):
@@ -130,15 +98,15 @@ class FixedBudget(BudgetController):
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
 
-    def budget(self, seq: Request) -> Budget:
+    def budget(self, request: Request) -> Budget:
         """Return the fixed budget."""
         return self._budget
 
 
-def merged_ready(seq: Request, offers: Sequence[Offer]) -> Tree:
+def merged_ready(request: Request, offers: Sequence[Offer]) -> Tree:
     """Merge the ready trees; the root alone if no tree is ready."""
     found: Tree | None = None
     for offer in offers:
         if offer.tree is not None:
             found = offer.tree if found is None else merge(found, offer.tree)
-    return root_only(seq.tokens[-1]) if found is None else found
+    return root_only(request.tokens[-1]) if found is None else found

@@ -1,13 +1,12 @@
-"""Acceptance rates of drafted nodes, learned from verifications, and how many nodes are worth verifying by them."""
+"""Acceptance rates of drafted nodes, learned from verifications."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import exp, log
 
 import numpy as np
 
-from redraft.types import BoolArray, DraftTree, FloatArray, Tree
+from redraft.types import DraftTree, Tree
 
 FAST, SLOW = 1 / 32, 1 / 128
 """Weights of one observation in running means: those of one sequence, and those that all sequences share."""
@@ -111,29 +110,3 @@ class RankCalibration:
         missing = count - len(self._shares)
         self._shares += [_UNSEEN] * missing
         self._seen += [0] * missing
-
-
-def ranked_shares(log_probs: FloatArray, pinned: BoolArray | None = None) -> list[float]:
-    """Return the probabilities of the nodes after the root, likeliest first, from joint logarithms [n].
-
-    Pinned nodes come before all others.
-    """
-    if pinned is None:
-        return [exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)]
-    ranks = sorted(zip(pinned[1:].tolist(), log_probs[1:].tolist(), strict=True), reverse=True)
-    return [exp(value) for _, value in ranks]
-
-
-def best_first(shares: Sequence[float], rate: float, table_ms: Sequence[float], least: int = 0) -> tuple[int, float]:
-    """Return how many of the first nodes are worth verifying, at least the first `least`, and their gain.
-
-    shares: probability of each node to be accepted.   rate: tokens a millisecond.   table_ms: cost by nodes.
-    """
-    best, nodes = 0.0, 0
-    expected = rate * table_ms[1]  # the root's own time costs no tokens
-    for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends the loop
-        expected += share
-        gain = expected - rate * ms
-        if count == least or (count > least and gain > best):
-            best, nodes = gain, count
-    return nodes, best

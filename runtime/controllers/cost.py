@@ -1,4 +1,4 @@
-"""Verification costs: milliseconds by sequences and nodes, which every call corrects.
+"""Verification costs: milliseconds by sequences and rows, which every call corrects.
 
 A curve that was measured on a busy machine is wrong, and the load changes after the first opening. So calls correct the
 level and the shape of the estimated curve (`VerifyCosts`).
@@ -7,19 +7,23 @@ level and the shape of the estimated curve (`VerifyCosts`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from redraft.types import IntArray
+
+Logs = np.ndarray[Any, np.dtype[np.float64]]
+
 SETTLED_STEPS = 16
-"""Calls before a correction of the estimate, which uses the median of each size."""
+"""Calls before a correction of the estimate, which uses the median of each number of rows."""
 _CLIP = math.log(4)
 """Largest correction, as a logarithm. Only interrupted calls differ more from the measured time."""
 _FORGET = 0.8
-"""Weight that a size's earlier calls keep after a correction."""
+"""Weight that earlier calls of a number of rows keep after a correction."""
 
 
 @dataclass(frozen=True)
@@ -56,36 +60,50 @@ class CostCurve:
 
 
 class VerifyCosts:
-    """t(B, n): milliseconds of a verification of n nodes for each of B sequences, as measured and as estimated now.
+    """t(B, N): milliseconds of a verification of N rows of B sequences, as measured and as estimated now.
 
     An estimate is the measured time, times a factor. After `SETTLED_STEPS` calls, all factors move by the median call's
-    error, which corrects the level: the machine's load. Then the factors of the called sizes move by their remaining
-    errors, which corrects the shape. Other sizes move less the further away they are, and the more calls they have had.
+    error, which corrects the level: the machine's load. Then the factors of the called numbers of rows move by their
+    remaining errors, which corrects the shape. Others move less the further away they are, and the more calls they have
+    had.
+
+    packed: True if a call computes the nodes of all trees; False if it pads them to the size of the largest.
     """
 
-    def __init__(self, curves: Mapping[int, CostCurve], estimated: Mapping[int, CostCurve] | None = None) -> None:
-        """curves: measured, by sequences, all of one length.   estimated: the latest estimates, if known."""
+    def __init__(
+        self, curves: Mapping[int, CostCurve], estimated: Mapping[int, CostCurve] | None = None, packed: bool = True
+    ) -> None:
+        """curves: measured with trees of equal size, by sequences, all of one length.
+
+        estimated: the latest tables (`table_ms`) of the same numbers of sequences, if known.
+        """
         self.measured = dict(sorted(curves.items()))
+        self.packed = packed
         self.steps = 0
         self._tables: dict[int, list[float]] = {}
-        self._logs: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
-        self._known: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._logs: dict[int, Logs] = {}
+        self._known: dict[int, Logs] = {}
         self._calls: list[tuple[int, int, float]] = []
-        for sequences, curve in (estimated or self.measured).items():
-            self._add(sequences, np.log(curve.table_ms[1:]))
+        for sequences, curve in self.measured.items():
+            equal = sequences * np.arange(1, curve.largest + 1)
+            between = np.interp(self._rows(sequences), equal, curve.table_ms[1:])
+            self._add(sequences, np.log(between if estimated is None else estimated[sequences].table_ms[1:]))
 
     @property
     def largest(self) -> int:
-        """Largest number of nodes of one sequence's tree, root included."""
+        """Most nodes of a tree, root included, if all trees of a call are equal."""
         return next(iter(self.measured.values())).largest
 
     @property
     def estimated(self) -> dict[int, CostCurve]:
-        """Estimated curves of the measured numbers of sequences."""
-        return {sequences: CostCurve(tuple(self.table_ms(sequences))) for sequences in self.measured}
+        """Estimated curves of the measured numbers of sequences, for trees of equal size."""
+        return {n: CostCurve((0.0, *self.table_ms(n)[1::n])) for n in self.measured}
 
     def table_ms(self, sequences: int) -> list[float]:
-        """Return milliseconds by nodes, which never fall; entry 0 is 0. A correction makes a new list."""
+        """Return milliseconds of calls over one tree a sequence, which never fall. A correction makes a new list.
+
+        Entry 1 + k is the time of k drafted nodes in all, so of B + k rows; entry 0 is 0.
+        """
         table = self._tables.get(sequences)
         if table is None:
             if sequences not in self._logs:
@@ -93,14 +111,18 @@ class VerifyCosts:
             table = self._tables[sequences] = [0.0, *np.exp(self._logs[sequences]).tolist()]
         return table
 
-    def observe(self, sequences: int, nodes: int, ms: float) -> None:
-        """Record a call over `sequences` trees of at most `nodes` nodes."""
-        self._calls.append((sequences, nodes, ms))
+    def rows(self, sizes: Sequence[int]) -> int:
+        """Return the rows of a call over trees of these sizes."""
+        return sum(sizes) if self.packed else len(sizes) * max(sizes)
+
+    def observe(self, sequences: int, rows: int, ms: float) -> None:
+        """Record a call over `rows` rows of `sequences` sequences."""
+        self._calls.append((sequences, rows, ms))
         if len(self._calls) >= SETTLED_STEPS:
             self._settle()
 
     def drift(self, saved: Mapping[int, CostCurve]) -> float:
-        """Return the largest relative difference between the estimate and `saved`."""
+        """Return the largest relative difference between the estimates and `saved` tables."""
         pairs = [
             (new, old)
             for sequences, curve in saved.items()
@@ -111,13 +133,13 @@ class VerifyCosts:
     def _settle(self) -> None:
         self.steps += len(self._calls)
         by_size: dict[tuple[int, int], list[float]] = {}
-        for sequences, nodes, ms in self._calls:
-            if 1 <= nodes <= self.largest and ms > 0:
-                by_size.setdefault((sequences, nodes), []).append(ms)
+        for sequences, rows, ms in self._calls:
+            if sequences <= rows <= sequences * self.largest and ms > 0:
+                by_size.setdefault((sequences, rows), []).append(ms)
         self._calls.clear()
         wrong = {
-            size: min(max(math.log(median(times) / self.table_ms(size[0])[size[1]]), -_CLIP), _CLIP)
-            for size, times in by_size.items()
+            (number, rows): min(max(math.log(median(times) / self.table_ms(number)[rows - number + 1]), -_CLIP), _CLIP)
+            for (number, rows), times in by_size.items()
         }
         if not wrong:
             return
@@ -125,31 +147,48 @@ class VerifyCosts:
         for number, logs in self._logs.items():
             logs += level
             self._known[number] *= _FORGET
-        for (sequences, nodes), times in by_size.items():
-            self._reshape(sequences, nodes, wrong[sequences, nodes] - level, len(times))
+        for (sequences, rows), times in by_size.items():
+            self._reshape(sequences, rows, wrong[sequences, rows] - level, len(times))
         for logs in self._logs.values():
             np.maximum.accumulate(logs, out=logs)
         self._tables.clear()
 
-    def _reshape(self, sequences: int, nodes: int, wrong: float, calls: int) -> None:
-        """Move the logarithm of t(sequences, nodes) by most of `wrong`, and those of other sizes by less."""
-        sizes = np.log2(np.arange(1, self.largest + 1))
+    def _reshape(self, sequences: int, rows: int, wrong: float, calls: int) -> None:
+        """Move the logarithm of t(sequences, rows) by most of `wrong`, and others by less."""
         for other, logs in self._logs.items():
-            away = np.abs(sizes - math.log2(nodes)) + 2 * abs(math.log2(other / sequences))
+            away = np.abs(np.log2(self._rows(other)) - math.log2(rows)) + 2 * abs(math.log2(other / sequences))
             free = 1 / (1 + self._known[other])
             logs += wrong * calls / (calls + 0.5) * (free * np.exp2(-away) + (1 - free) * np.exp2(-6 * away))
-        self._known[sequences][nodes - 1] += calls
+        self._known[sequences][rows - sequences] += calls
 
-    def _add(self, sequences: int, logs: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+    def _rows(self, sequences: int) -> IntArray:
+        """Return the numbers of rows in a table, from one a sequence up to the largest trees."""
+        return np.arange(sequences, sequences * self.largest + 1)
+
+    def _add(self, sequences: int, logs: Logs) -> None:
         self._logs[sequences] = logs.copy()
         self._known[sequences] = np.zeros(len(logs))
 
-    def _between(self, sequences: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Interpolate between the known numbers of sequences, both as logarithms."""
+    def _between(self, sequences: int) -> Logs:
+        """Interpolate between the known numbers of sequences at equal rows, both as logarithms."""
         known = sorted(self._logs)
         below = max([number for number in known if number <= sequences], default=known[0])
         above = min([number for number in known if number >= sequences], default=known[-1])
         if below == above:
-            return self._logs[below]
+            return self._at(below, sequences)
         share = math.log(sequences / below) / math.log(above / below)
-        return (1 - share) * self._logs[below] + share * self._logs[above]
+        return (1 - share) * self._at(below, sequences) + share * self._at(above, sequences)
+
+    def _at(self, known: int, sequences: int) -> Logs:
+        """Return a known number's logarithms at the rows of another number. Straight lines continue the curve.
+
+        Below its first row, a curve falls no faster than in proportion to the rows.
+        """
+        times, first, rows = np.exp(self._logs[known]), known, self._rows(sequences)
+        last = first + len(times) - 1
+        found = np.interp(rows, self._rows(known), times)
+        if len(times) > known:
+            found += (times[-1] - times[-1 - known]) / known * np.maximum(rows - last, 0)
+            found -= (times[known] - times[0]) / known * np.maximum(first - rows, 0)
+        logs: Logs = np.log(np.maximum(found, times[0] * np.minimum(rows / first, 1)))
+        return logs

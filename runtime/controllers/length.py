@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from redraft.runtime.controllers.base import BudgetController
 from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.trees.offers import Plan
 from redraft.runtime.trees.tree import depths_of
-from redraft.types import Budget, OfferKind, Outcome, Tree
+from redraft.types import Budget, OfferKind, Tree
 
 if TYPE_CHECKING:
+    from redraft.runtime.requests.batch import Batch, RequestStep
     from redraft.runtime.requests.request import Request
 
 
@@ -28,22 +28,29 @@ class LengthController(BudgetController):
     def __init__(self, rule: LengthRule) -> None:
         self._rule = rule
 
-    def budget(self, seq: Request) -> Budget:
-        rule, length = self._rule, self.length(seq)
+    def budget(self, request: Request) -> Budget:
+        rule, length = self._rule, self.length(request)
         return Budget(length * rule.width, length, rule.width, rule.confidence)
 
-    def length(self, seq: Request) -> int:
-        """Return γ, the length of the next draft of `seq`."""
-        return self._rule.length(self._average(seq))
+    def length(self, request: Request) -> int:
+        """Return γ, the length of the next draft of `request`."""
+        return self._rule.length(self._average(request))
 
-    def _average(self, seq: Request) -> float:
-        return float(self._rule.gamma) if seq.control is None else seq.control
+    def _average(self, request: Request) -> float:
+        return float(self._rule.gamma) if request.control is None else request.control
 
-    def _cut(self, plan: Plan, made: Tree | None, budget: Budget) -> Tree:
-        """Return the part to verify, up to where the rule ends a draft. Of drawn nodes, probabilities are unknown."""
-        return super()._cut(plan, made if made is None or made.draws else self._rule.stop(made), budget)
+    def _stopped(self, made: Tree | None) -> Tree | None:
+        """Return the new tree up to where the rule ends it. Of drawn nodes, probabilities are unknown."""
+        return made if made is None or made.draws else self._rule.stop(made)
 
-    def observe(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Update the sequence's average length."""
-        if plan.kind in (OfferKind.FRESH, OfferKind.LOOKUP) and len(tree) > 1:
-            seq.control = self._rule.update(self._average(seq), max(depths_of(tree.parents.tolist())), outcome.accepted)
+    def observe(self, batch: Batch) -> None:
+        """Update the average lengths."""
+        for step in batch.steps:
+            if step.outcome is not None and step.outcome.error is None:
+                self._learn(step, step.outcome.accepted)
+
+    def _learn(self, step: RequestStep, accepted: int) -> None:
+        request, tree = step.request, step.tree
+        if step.plan.kind in (OfferKind.FRESH, OfferKind.LOOKUP) and len(tree) > 1:
+            levels = max(depths_of(tree.parents.tolist()))
+            request.control = self._rule.update(self._average(request), levels, accepted)

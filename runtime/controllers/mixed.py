@@ -2,65 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from redraft.runtime.controllers.base import Call, Controller
-from redraft.runtime.trees.offers import Offer, Plan, StepLimits
-from redraft.types import Budget, Choice, Outcome, Tree
+from redraft.runtime.controllers.base import Controller
+from redraft.types import Choice
 
 if TYPE_CHECKING:
+    from redraft.runtime.requests.batch import Batch, RequestStep
     from redraft.runtime.requests.request import Request
 
 
 class Controllers(Controller):
-    """The controllers of a batch as one, for one step."""
+    """The controllers of a batch as one."""
 
     weighs = True
 
-    def __init__(self, batch: Sequence[Request]) -> None:
-        self._slots: dict[Controller, list[int]] = {}
-        for slot, seq in enumerate(batch):
-            self._slots.setdefault(seq.speculation.controller, []).append(slot)
+    def plan(self, batch: Batch) -> None:
+        for controller, steps in _by_controller(batch):
+            controller.plan(batch.part(steps))
 
-    def begin(self, sequences: int, methods: str) -> None:
-        for controller in self._slots:
-            controller.begin(sequences, methods)
-
-    def budget(self, seq: Request) -> Budget:
-        return seq.speculation.controller.budget(seq)
-
-    def plan(
-        self, batch: Sequence[Request], offers: Sequence[Sequence[Offer]], limits: Sequence[StepLimits]
-    ) -> list[Plan]:
-        plans: dict[int, Plan] = {}
-        for controller, slots in self._slots.items():
-            own = controller.plan(*[[values[slot] for slot in slots] for values in (batch, offers, limits)])  # type: ignore[arg-type]
-            plans.update(zip(slots, own, strict=True))
-        return [plans[slot] for slot in range(len(batch))]
-
-    def cut(
-        self, batch: Sequence[Request], plans: Sequence[Plan], made: Sequence[Tree | None], widest: int = 1
-    ) -> list[Tree]:
+    def cut(self, batch: Batch) -> None:
         """Cut with each controller. Those that compare costs come last, since they need the other trees' sizes."""
-        trees: dict[int, Tree] = {}
-        for controller, slots in sorted(self._slots.items(), key=lambda item: item[0].weighs):
-            own_batch, own_plans, own_made = ([values[slot] for slot in slots] for values in (batch, plans, made))
-            own = controller.cut(own_batch, own_plans, own_made, widest)  # type: ignore[arg-type]
-            widest = max(widest, *map(len, own))
-            trees.update(zip(slots, own, strict=True))
-        return [trees[slot] for slot in range(len(batch))]
+        rows, widest, uncut = batch.rows, batch.widest, len(batch.steps)
+        for controller, steps in sorted(_by_controller(batch), key=lambda item: item[0].weighs):
+            uncut -= len(steps)
+            part = batch.part(steps)
+            part.rows, part.widest = rows + uncut, widest
+            controller.cut(part)
+            sizes = [len(step.tree) for step in steps]
+            rows, widest = rows + sum(sizes), max(widest, *sizes)
 
-    def explain(self, seq: Request) -> Choice | None:
-        return seq.speculation.controller.explain(seq)
+    def observe(self, batch: Batch) -> None:
+        for controller, steps in _by_controller(batch):
+            controller.observe(batch.part(steps))
 
-    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        for controller in self._slots:
-            controller.timed(offers_ms, made_ms, nodes)
+    def explain(self, request: Request) -> Choice | None:
+        return request.speculation.controller.explain(request)
 
-    def observe(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        seq.speculation.controller.observe(seq, plan, tree, outcome)
 
-    def ended(self, speculated: bool, host_ms: float) -> None:
-        for controller in self._slots:
-            controller.ended(speculated, host_ms)
+_MIXED = Controllers()
+
+
+def controller_of(batch: Batch) -> Controller:
+    """Return the controller of all requests, or one that asks each request's own."""
+    first = batch.steps[0].request.speculation.controller
+    if len(batch.steps) == 1 or all([step.request.speculation.controller is first for step in batch.steps]):
+        return first
+    return _MIXED
+
+
+def _by_controller(batch: Batch) -> list[tuple[Controller, list[RequestStep]]]:
+    found: dict[Controller, list[RequestStep]] = {}
+    for step in batch.steps:
+        found.setdefault(step.request.speculation.controller, []).append(step)
+    return list(found.items())

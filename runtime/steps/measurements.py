@@ -130,7 +130,8 @@ def measure_curve(
     fitting = [size for size in sizes if size <= min(verifier.max_model_len, verifier.largest_tree)]
     best: dict[int, float] = {}
     start = time.perf_counter()
-    for size in _most_telling(fitting, batch):
+    possible = [size for size in fitting if size * batch <= max(verifier.most_rows, batch)]
+    for size in _most_telling(possible, batch):
         if len(best) >= _LEAST_SIZES and time.perf_counter() - start > seconds:
             break
         verifier.measure_ms(batch, size, MEASURED_KV_LEN)  # the first call of a size prepares it
@@ -152,12 +153,13 @@ def _most_telling(sizes: list[int], sequences: int) -> list[int]:
 def measure_costs(verifier: Verifier) -> VerifyCosts:
     """Measure the curves of one sequence and of a full batch."""
     batches = sorted({1, verifier.max_num_seqs})
-    return VerifyCosts({n: measure_curve(verifier, seconds=_SECONDS / len(batches), sequences=n) for n in batches})
+    curves = {n: measure_curve(verifier, seconds=_SECONDS / len(batches), sequences=n) for n in batches}
+    return VerifyCosts(curves, packed=verifier.packed)
 
 
 def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
     """Load the estimate of the last run with this `identity` on this machine; otherwise measure and save one."""
-    path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
+    path = _costs_file(identity, verifier.packed)
     if path is not None and path.exists():
         saved = read_figures(path)
         costs = parse_costs(saved, verifier) if saved and saved.get("identity") == dict(identity) else None
@@ -170,19 +172,19 @@ def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
 
 
 def save_costs(costs: VerifyCosts, identity: Identity) -> None:
-    """Save the measured and the estimated costs, unless the file holds nearly the same."""
-    path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
+    """Save the measured curves and the estimated tables, unless the file holds nearly the same."""
+    path = _costs_file(identity, costs.packed)
     saved = _curves((read_figures(path) or {}).get("believed"))
     if (
         saved
         and set(saved) <= set(costs.measured)
-        and _fits(saved, costs.largest)
+        and _fit(saved, {n: n * (costs.largest - 1) + 1 for n in saved})
         and costs.drift(saved) < _SAVED_DRIFT
     ):
         return
-    parts = {"measured": costs.measured, "believed": costs.estimated}
-    curves = {name: {str(n): curve.table_ms[1:] for n, curve in part.items()} for name, part in parts.items()}
-    write_figures(path, {"identity": dict(identity), **curves})
+    measured = {str(n): curve.table_ms[1:] for n, curve in costs.measured.items()}
+    estimated = {str(n): costs.table_ms(n)[1:] for n in costs.measured}
+    write_figures(path, {"identity": dict(identity), "measured": measured, "believed": estimated})
 
 
 def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCosts | None:
@@ -191,11 +193,20 @@ def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCost
     if measured is None or estimated is None or not set(measured) == set(estimated) == {1, verifier.max_num_seqs}:
         return None
     largest = max(size for size in SIZES if size <= min(verifier.max_model_len, verifier.largest_tree))
-    return VerifyCosts(measured, estimated) if _fits(measured, largest) and _fits(estimated, largest) else None
+    if not _fit(measured, dict.fromkeys(measured, largest)):
+        return None
+    if not _fit(estimated, {n: n * (largest - 1) + 1 for n in estimated}):
+        return None
+    return VerifyCosts(measured, estimated, verifier.packed)
 
 
-def _fits(curves: Mapping[int, CostCurve], largest: int) -> bool:
-    return all(curve.largest == largest for curve in curves.values())
+def _costs_file(identity: Identity, packed: bool) -> Path | None:
+    return figures_file({**identity, "kv_len": MEASURED_KV_LEN, "costs": "packed rows" if packed else "padded rows"})
+
+
+def _fit(curves: Mapping[int, CostCurve], lengths: Mapping[int, int]) -> bool:
+    """True if the curve of each number of sequences has its length."""
+    return all(curve.largest == lengths[n] for n, curve in curves.items())
 
 
 def _curves(part: Any) -> dict[int, CostCurve] | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from redraft.runtime.controllers.base import Controller, FixedBudget
 from redraft.runtime.controllers.cost import CostCurve
 from redraft.runtime.drafters.none import NoDrafter
+from redraft.runtime.requests.batch import Batch, CallLimits, RequestStep, StepTimes
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
-from redraft.runtime.trees.offers import Offer, OfferKey, Plan, Speculation, StepLimits
+from redraft.runtime.trees.offers import NO_TREE, Offer, OfferKey, Plan, Speculation, StepLimits
 from redraft.runtime.trees.tree import make_tree, root_only
-from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome
+from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome, Tree
 
 FREE = CostCurve.from_points({1: 1.0, 32: 1.0})
 LIMITS = StepLimits(Budget(nodes=1000, depth=1000, width=1000))
@@ -47,11 +50,35 @@ def offers(found: DraftTree | None = None, steps: int = 0, fresh: bool = True) -
     return [*ready, *[Offer(OfferKey(DRAFTER, kind, left), maker=MAKER) for kind, left in kinds]]
 
 
+@dataclass(slots=True, eq=False)
+class Offered(Batch):
+    """A batch whose offers a test gives. offered: by the request's id; None if the request has no room left."""
+
+    offered: Mapping[int, Sequence[Offer] | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], offered: Sequence[Sequence[Offer] | None]) -> Offered:
+        """Return the plain step of requests with these offers."""
+        given = {id(request): each for request, each in zip(requests, offered, strict=True)}
+        return cls([RequestStep.of(request) for request in requests], CallLimits(1000), offered=given)
+
+    def ask(self, step: RequestStep, budget: Budget) -> tuple[StepLimits, Sequence[Offer]]:
+        given = self.offered[id(step.request)]
+        return (NO_TREE, ()) if given is None or not budget.nodes else (StepLimits(budget), given)
+
+
 def planned(
     controller: Controller, seq: Request, found: DraftTree | None = None, steps: int = 0, fresh: bool = True
 ) -> Plan:
     """Return the controller's plan for such offers."""
-    return controller.plan([seq], [offers(found, steps, fresh)], [LIMITS])[0]
+    return planned_batch(controller, [seq], [offers(found, steps, fresh)]).steps[0].plan
+
+
+def planned_batch(controller: Controller, requests: Sequence[Request], offered: Sequence[Any]) -> Batch:
+    """Return a batch that the controller has planned with these offers."""
+    batch = Offered.of(requests, offered)
+    controller.plan(batch)
+    return batch
 
 
 def plan(kind: OfferKind, found: DraftTree | None = None, steps: int = 0) -> Plan:
@@ -60,10 +87,26 @@ def plan(kind: OfferKind, found: DraftTree | None = None, steps: int = 0) -> Pla
     return Plan(LIMITS, found or root_only(0), kind, make)
 
 
+def cut(controller: Controller, seq: Request, taken: Plan, made: Tree | None = None) -> Any:
+    """Return the part that a controller verifies of a plan's trees."""
+    step = RequestStep(seq, taken, made)
+    controller.cut(Batch([step], CallLimits(1000)))
+    return step.tree
+
+
 def drafted(controller: Controller, seq: Request, tree: DraftTree) -> tuple[Plan, DraftTree]:
     """Return the plan and the verified tree of a drafter that always makes `tree`, without a lookup's tree."""
     taken = planned(controller, seq)
-    return taken, controller.cut([seq], [taken], [tree if taken.kind is OfferKind.FRESH else None])[0]
+    return taken, cut(controller, seq, taken, tree if taken.kind is OfferKind.FRESH else None)
+
+
+def observe(
+    controller: Controller, seq: Request, taken: Plan, tree: Tree, result: Outcome, times: StepTimes | None = None
+) -> None:
+    """Let the controller learn from a step of one request."""
+    step = RequestStep(seq, taken)
+    step.tree, step.outcome = tree, result
+    controller.observe(Batch([step], CallLimits(1000), times=times or StepTimes()))
 
 
 class Scripted(FixedBudget):
@@ -77,11 +120,11 @@ class Scripted(FixedBudget):
         script, steps = self._scripts[id(seq)], seq.counters.steps
         return script[steps] if steps < len(script) else OfferKind.NONE
 
-    def budget(self, seq: Request) -> Budget:
-        return NO_SPECULATION if self._wanted(seq) is OfferKind.NONE else super().budget(seq)
+    def budget(self, request: Request) -> Budget:
+        return NO_SPECULATION if self._wanted(request) is OfferKind.NONE else super().budget(request)
 
-    def _plan(self, seq: Request, offers: Sequence[Offer], limits: StepLimits) -> Plan:
-        wanted = self._wanted(seq)
+    def _plan(self, request: Request, offers: Sequence[Offer], limits: StepLimits) -> Plan:
+        wanted = self._wanted(request)
         kinds = [OfferKind.RESAMPLE, OfferKind.FRESH] if wanted is OfferKind.RESAMPLE else [wanted]
         chosen = next(([offer] for kind in kinds for offer in offers if offer.key.kind is kind), [])
-        return super()._plan(seq, chosen, limits)
+        return super()._plan(request, chosen, limits)

@@ -14,9 +14,9 @@ from redraft.runtime.controllers.adaptive import LONGEST_PAUSE, MAX_DEPTH, Adapt
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.noise import DraftNoise
-from redraft.runtime.trees.offers import Offer, OfferKey, Plan, StepLimits
+from redraft.runtime.trees.offers import Offer, OfferKey
 from redraft.types import Budget, OfferKind
-from tests.runtime.drafts import DRAFTER, MAKER, chain, outcome, plan, sequence
+from tests.runtime.drafts import DRAFTER, MAKER, chain, observe, outcome, planned, planned_batch, sequence
 
 STEEP = CostCurve.from_points({1: 1.0, 2: 2.0, 4: 2.0, 32: 30.0})
 """A step of four nodes costs two plain steps. It loses if it brings one token, and pays if it brings four."""
@@ -29,12 +29,10 @@ def gated() -> Adaptive:
 
 def step(controller: Adaptive, seq: Request, accepted: int) -> bool:
     """Take a step, and return whether it speculated. Such a step verifies three drafted nodes."""
-    speculates = controller.budget(seq).nodes > 0
-    tree = TREE if speculates else chain()
-    controller.timed(0.0, {}, len(tree))
-    taken = plan(OfferKind.LOOKUP if speculates else OfferKind.NONE, TREE)
-    controller.observe(seq, taken, tree, outcome(tree, accepted if speculates else 0))
-    return speculates
+    taken = planned(controller, seq, TREE, fresh=False)
+    tree = TREE if taken.speculates else chain()
+    observe(controller, seq, taken, tree, outcome(tree, accepted if taken.speculates else 0))
+    return taken.speculates
 
 
 def tries(controller: Adaptive, seq: Request, accepted: int, count: int) -> list[int]:
@@ -103,16 +101,17 @@ def fresh(step_ms: float) -> Offer:
     return Offer(OfferKey(DRAFTER, OfferKind.FRESH), maker=MAKER, step_ms=step_ms)  # type: ignore[arg-type]
 
 
-def planned(controller: Adaptive, seq: Request, step_ms: float) -> Plan:
-    return controller.plan([seq], [(fresh(step_ms),)], [StepLimits(FULL)])[0]
+def stopping(controller: Adaptive, seq: Request, step_ms: float) -> Budget:
+    """Return the budget of a fresh draft whose levels take this time."""
+    return planned_batch(controller, [seq], [(fresh(step_ms),)]).steps[0].plan.limits.budget
 
 
 @pytest.mark.parametrize(("step_ms", "share"), [(2.0, 0.6375), (0.5, 0.319), (50.0, 0.9)])
 def test_what_a_node_brings_below_it_pays_for_a_level_and_a_node(step_ms: float, share: float) -> None:
     """Before drafts went on below nodes, half a node's joint probability is assumed to come. At 0.9 drafts go on."""
-    found = planned(Adaptive(VerifyCosts({1: CURVE})), sequence(), step_ms)
-    assert found.limits.budget.share == pytest.approx(share, abs=1e-3)
-    assert (found.limits.budget.depth, found.limits.budget.nodes) == (MAX_DEPTH, 20)
+    found = stopping(Adaptive(VerifyCosts({1: CURVE})), sequence(), step_ms)
+    assert found.share == pytest.approx(share, abs=1e-3)
+    assert (found.depth, found.nodes) == (MAX_DEPTH, 20)
 
 
 @pytest.mark.parametrize(("tokens", "share"), [((1, 2, 3, 4), 0.1169 * 2.196 / 3), ((1, 0), 0.9)])
@@ -120,35 +119,35 @@ def test_a_draft_goes_on_below_fewer_nodes_if_they_brought_little(tokens: tuple[
     """Three nodes have children, with joint probabilities of 2.196 together. A level and a node cost 0.1169 tokens."""
     controller = Adaptive(VerifyCosts({1: CURVE}))
     for _ in range(400):
-        controller._depths_of(fresh(0.1), "none").observe(chain(0.9, 0.8, 0.8, 0.8), tokens)
-    assert planned(controller, sequence(), 0.1).limits.budget.share == pytest.approx(share, rel=1e-3)
+        controller._methods.depths(fresh(0.1).key, "none").observe(chain(0.9, 0.8, 0.8, 0.8), tokens)
+    assert stopping(controller, sequence(), 0.1).share == pytest.approx(share, rel=1e-3)
 
 
 def test_what_greedy_drafts_brought_says_nothing_of_sampled_ones() -> None:
     controller, sampled = Adaptive(VerifyCosts({1: CURVE})), sequence()
     sampled.noise = DraftNoise(1.0, 0, COUPLED)
     for _ in range(400):
-        controller._depths_of(fresh(0.1), "none").observe(chain(0.9, 0.8, 0.8, 0.8), (1, 0))
-    assert planned(controller, sampled, 2.0).limits.budget.share == pytest.approx(0.6375, abs=1e-3)
+        controller._methods.depths(fresh(0.1).key, "none").observe(chain(0.9, 0.8, 0.8, 0.8), (1, 0))
+    assert stopping(controller, sampled, 2.0).share == pytest.approx(0.6375, abs=1e-3)
 
 
 def test_a_drafter_that_cannot_stop_gets_the_whole_budget() -> None:
-    assert planned(Adaptive(VerifyCosts({1: CURVE})), sequence(), 0.0).limits.budget == FULL
+    assert stopping(Adaptive(VerifyCosts({1: CURVE})), sequence(), 0.0) == FULL
 
 
 def test_draws_get_a_depth_that_no_draw_decides() -> None:
     """After drafts of which one token was accepted each time, a draft has the paying level and one more."""
-    controller, seq = Adaptive(VerifyCosts({1: CURVE})), sequence()
-    seq.noise = DraftNoise(1.0, 0, DRAWN)
+    controller, seq, other = Adaptive(VerifyCosts({1: CURVE})), sequence(), sequence()
+    seq.noise = other.noise = DraftNoise(1.0, 0, DRAWN)
     tree = chain(*[0.5] * 8)
     for _ in range(40):
-        controller.budget(seq)
-        plan = planned(controller, seq, 2.0)
-        drawn = Drawn(tree)
-        made = controller.cut([seq], [plan], [drawn])[0]  # type: ignore[list-item]
-        controller.timed(0.0, {}, len(made))
-        controller.observe(seq, plan, made, outcome(tree, min(1, len(made) - 1)))
-    found = planned(controller, seq, 2.0).limits.budget
+        batch = planned_batch(controller, [seq], [(fresh(2.0),)])
+        (step,) = batch.steps
+        step.made = Drawn(tree) if step.plan.speculates else None  # type: ignore[assignment]
+        controller.cut(batch)
+        step.outcome = outcome(tree, min(1, len(step.tree) - 1))
+        controller.observe(batch)
+    found = stopping(controller, other, 2.0)
     assert (found.depth, found.share) == (2, 0.0)
 
 

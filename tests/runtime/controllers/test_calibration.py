@@ -11,10 +11,24 @@ import pytest
 from redraft.runtime.controllers.adaptive import Adaptive
 from redraft.runtime.controllers.calibration import DepthCalibration, RankCalibration
 from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.controllers.probes import Probes
 from redraft.runtime.requests.request import Request
-from redraft.runtime.trees.tree import make_tree, root_only
+from redraft.runtime.trees.tree import make_tree
 from redraft.types import DraftTree, OfferKind, Outcome
-from tests.runtime.drafts import FREE, OTHER, chain, drafted, outcome, plan, planned, sequence
+from tests.runtime.drafts import (
+    FREE,
+    OTHER,
+    chain,
+    cut,
+    drafted,
+    observe,
+    offers,
+    outcome,
+    plan,
+    planned,
+    planned_batch,
+    sequence,
+)  # fmt: skip
 from tests.runtime.fakes import CURVE
 
 
@@ -90,15 +104,13 @@ def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -
 def test_probabilities_of_a_lookup_are_not_corrected() -> None:
     controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     for _ in range(100):
-        controller.budget(seq)
-        taken, _ = drafted(controller, seq, chain(0.9))
-        controller.timed(0.0, {}, 2)
-        controller.observe(seq, taken, chain(0.9), outcome(chain(0.9), 0))
-    controller._table = controller._priced = CURVE.table_ms
+        taken, tree = drafted(controller, seq, chain(0.9))
+        observe(controller, seq, taken, tree, outcome(chain(0.9), 0))
+    controller._verifying, controller._probes = VerifyCosts({1: CURVE}), Probes()
     planned(controller, seq, chain(0.9))
-    assert len(controller.cut([seq], [plan(OfferKind.LOOKUP, chain(0.9))], [None])[0]) == 2
+    assert len(cut(controller, seq, plan(OfferKind.LOOKUP, chain(0.9)))) == 2
     planned(controller, seq)
-    assert len(controller.cut([seq], [plan(OfferKind.FRESH)], [chain(0.9)])[0]) == 1
+    assert len(cut(controller, seq, plan(OfferKind.FRESH), chain(0.9))) == 1
 
 
 # --- trees that stay on a device -------------------------------------------------------------------------------------
@@ -131,14 +143,14 @@ def settle(controller: Adaptive, seq: Request, nodes: int, path: tuple[int, ...]
     """Return the sizes of the verified trees, if the verifier accepts the nodes of `path` that it verifies."""
     sizes = []
     for _ in range(steps):
-        if not controller.budget(seq).nodes:
-            controller.observe(seq, plan(OfferKind.NONE), root_only(0), kept(()))
-            continue
-        taken = planned(controller, seq)
-        tree = controller.cut([seq], [taken], [OnDevice(nodes) if taken.kind is OfferKind.FRESH else None])[0]
-        sizes.append(len(tree))
-        controller.timed(0.0, {}, len(tree))
-        controller.observe(seq, taken, tree, kept(tuple(node for node in path if node < len(tree))))
+        batch = planned_batch(controller, [seq], [offers()])
+        (step,) = batch.steps
+        if step.plan.speculates:
+            step.made = OnDevice(nodes) if step.plan.kind is OfferKind.FRESH else None
+            controller.cut(batch)
+            sizes.append(len(step.tree))
+        step.outcome = kept(tuple(node for node in path if node < len(step.tree)))
+        controller.observe(batch)
     return sizes
 
 
@@ -184,8 +196,7 @@ def test_the_better_of_a_tree_on_a_device_and_a_looked_up_one_is_verified() -> N
     good, poor = chain(*[0.99] * 12), chain(0.02)
     taken = []
     for found in (good, poor):
-        controller.budget(seq)
         planned(controller, seq, found)
-        taken.append(controller.cut([seq], [plan(OfferKind.FRESH, found)], [OnDevice(5)])[0])
+        taken.append(cut(controller, seq, plan(OfferKind.FRESH, found), OnDevice(5)))
     assert taken[0].tokens.tolist() == good.tokens.tolist()
     assert isinstance(taken[1], OnDevice)

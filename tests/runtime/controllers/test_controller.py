@@ -5,19 +5,36 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from redraft.errors import UsageError
 from redraft.runtime.controllers.adaptive import LONGEST_PAUSE, Adaptive
-from redraft.runtime.controllers.base import Call, FixedBudget
+from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
-from redraft.runtime.loop.decode_loop import fit
+from redraft.runtime.controllers.experience import MOST_METHODS, Mean
+from redraft.runtime.requests.batch import Call, StepTimes, fit
 from redraft.runtime.requests.request import Request
-from redraft.runtime.trees.offers import NO_TREE, Plan
+from redraft.runtime.trees.offers import Plan
 from redraft.runtime.trees.tree import make_tree
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
-from tests.runtime.drafts import DRAFTER, FREE, LIMITS, chain, drafted, offers, outcome, plan, planned, sequence
+from tests.runtime.drafts import (
+    DRAFTER,
+    FREE,
+    Offered,
+    chain,
+    cut,
+    drafted,
+    observe,
+    offers,
+    outcome,
+    plan,
+    planned,
+    planned_batch,
+    sequence,
+)  # fmt: skip
 from tests.runtime.fakes import CURVE, engine_of, greedy, make_runtime, plain
 
 Propose = Callable[[Adaptive, Request, DraftTree], tuple[Plan, DraftTree]]
@@ -33,8 +50,8 @@ def lookup_only(curve: CostCurve) -> Adaptive:
 def looked_up(controller: Adaptive, seq: Request, tree: DraftTree) -> tuple[Plan, DraftTree]:
     """Return the plan and the verified part of a looked-up tree, without a drafter."""
     taken = planned(controller, seq, tree, fresh=False)
-    assert taken.kind is OfferKind.LOOKUP
-    return taken, controller.cut([seq], [taken], [None])[0]
+    assert taken.kind in (OfferKind.LOOKUP, OfferKind.NONE)
+    return taken, cut(controller, seq, taken)
 
 
 def run(
@@ -43,11 +60,9 @@ def run(
     """Return in how many of `steps` steps speculation was allowed."""
     tries = 0
     for _ in range(steps):
-        budget = controller.budget(seq)
-        tries += budget.nodes > 0
-        taken, verified = propose(controller, seq, tree) if budget.nodes else (plan(OfferKind.NONE), chain())
-        controller.timed(0.0, {}, len(verified))
-        controller.observe(seq, taken, verified, outcome(verified, min(accepted, len(verified) - 1)))
+        taken, verified = propose(controller, seq, tree)
+        tries += taken.speculates
+        observe(controller, seq, taken, verified, outcome(verified, min(accepted, len(verified) - 1)))
     return tries
 
 
@@ -65,7 +80,6 @@ def test_the_tree_is_cut_to_nodes_that_gain_more_than_they_cost(
     curve: CostCurve, shares: tuple[float, ...], nodes: int
 ) -> None:
     controller, seq = lookup_only(curve), sequence()
-    controller.budget(seq)
     assert len(looked_up(controller, seq, chain(*shares))[1]) - 1 == nodes
 
 
@@ -73,9 +87,7 @@ def test_a_new_request_starts_with_the_experience_of_others() -> None:
     controller = Adaptive(VerifyCosts({1: CURVE}))
     for _ in range(60):
         run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100, propose=drafted)
-    fresh = sequence()
-    controller.budget(fresh)
-    assert len(drafted(controller, fresh, chain(0.9, 0.9))[1]) == 1
+    assert len(drafted(controller, sequence(), chain(0.9, 0.9))[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +136,7 @@ def experienced(costs: Costs) -> tuple[Adaptive, Request]:
     controller.expect(DRAFTER, costs)
     for kind, steps, tree in ((OfferKind.RESAMPLE, 1, chain(0.5)), (OfferKind.FRESH, 0, chain(0.9, 0.9))):
         planned(controller, seq, steps=steps)
-        controller.cut([seq], [plan(kind, steps=steps)], [tree])
+        cut(controller, seq, plan(kind, steps=steps), tree)
     return controller, seq
 
 
@@ -155,14 +167,14 @@ def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
     for step in range(200):
         if (taken := planned(controller, seq)).kind is OfferKind.FRESH:
             tried.append(step)
-            controller.cut([seq], [taken], [chain(0.9)])
+            cut(controller, seq, taken, chain(0.9))
     assert [later - sooner for sooner, later in pairwise(tried)][:7] == [3, 5, 9, 17, 33, 33, 33]
     assert LONGEST_PAUSE == 32
-    controller._made_ms[DRAFTER, OfferKind.FRESH] = 0.0  # drafts are now free
+    controller._costs._calls.get(FRESH, Mean).ms = 0.0  # drafts are now free
     while (taken := planned(controller, seq)).kind is not OfferKind.FRESH:
         pass
-    controller.cut([seq], [taken], [chain(0.9)])
-    assert seq.control.patience == 1
+    cut(controller, seq, taken, chain(0.9))
+    assert seq.control.tries.patience == 1
 
 
 def test_gains_of_one_request_serve_the_next() -> None:
@@ -175,9 +187,9 @@ def test_a_new_tree_is_merged_with_the_looked_up_one() -> None:
     controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
     planned(controller, seq, found)
-    assert controller.cut([seq], [plan(OfferKind.FRESH, found)], [made])[0].tokens.tolist() == [0, 7, 8]
+    assert cut(controller, seq, plan(OfferKind.FRESH, found), made).tokens.tolist() == [0, 7, 8]
     planned(controller, seq, found)
-    assert controller.cut([seq], [plan(OfferKind.LOOKUP, found)], [None])[0].tokens.tolist() == [0, 7]
+    assert cut(controller, seq, plan(OfferKind.LOOKUP, found)).tokens.tolist() == [0, 7]
 
 
 def test_a_fixed_budget_verifies_half_as_many_nodes_of_a_resampled_tree() -> None:
@@ -186,37 +198,66 @@ def test_a_fixed_budget_verifies_half_as_many_nodes_of_a_resampled_tree() -> Non
     for nodes, resampled in ((4, 2), (3, 2), (1, 1)):
         controller = FixedBudget(Budget(nodes, 5, 5))
         for kind, expected in ((OfferKind.RESAMPLE, resampled), (OfferKind.FRESH, nodes)):
-            (tree,) = controller.cut([sequence()], [plan(kind, nothing)], [made])
-            assert len(tree) - 1 == expected
+            assert len(cut(controller, sequence(), plan(kind, nothing), made)) - 1 == expected
     found = make_tree([0, 7], [-1, 0], [1.0, 0.6])
-    (tree,) = FixedBudget(Budget(3, 5, 5)).cut([sequence()], [plan(OfferKind.RESAMPLE, found)], [made])
+    tree = cut(FixedBudget(Budget(3, 5, 5)), sequence(), plan(OfferKind.RESAMPLE, found), made)
     assert (len(tree) - 1, 7 in tree.tokens) == (3, True)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def cut(controller: Adaptive, trees: list[DraftTree], waiting: int = 0) -> list[int]:
-    """Return how many nodes are verified of each looked-up tree, if `waiting` more sequences decode plainly."""
-    batch = [sequence() for _ in range(len(trees) + waiting)]
-    controller.begin(len(batch), "")
-    for seq in batch:
-        controller.budget(seq)
-    offered = [*[offers(tree, fresh=False) for tree in trees], *[()] * waiting]
-    plans = controller.plan(batch, offered, [*[LIMITS] * len(trees), *[NO_TREE] * waiting])
-    return [len(tree) - 1 for tree in controller.cut(batch, plans, [None] * len(batch))]
+def sizes(controller: Adaptive, trees: list[DraftTree], waiting: int = 0, rows: int = 0) -> list[int]:
+    """Return how many nodes are verified of each looked-up tree, if `waiting` more sequences decode plainly.
+
+    rows: of the trees of four further sequences with another controller.
+    """
+    batch = Offered.of([sequence() for _ in range(len(trees) + waiting)],
+                    [*[offers(tree, fresh=False) for tree in trees], *[None] * waiting])  # fmt: skip
+    if rows:
+        batch.sequences, batch.rows, batch.widest = len(batch.steps) + 4, rows, rows - 3
+    controller.plan(batch)
+    controller.cut(batch)
+    return [len(step.tree) - 1 for step in batch.steps]
 
 
-def test_a_call_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
+def test_the_next_row_goes_to_the_likeliest_node_of_all_trees() -> None:
+    """A row takes 0.1 ms and a plain step 1 ms. Four requests lose 0.4 tokens by it, and a little more with credit."""
+    costs = {4: CostCurve.from_points({1: 1.0, 32: 1 + 31 * 0.4})}
+    trees = [chain(0.1), chain(0.6, 0.8, 0.8), chain(0.9, 0.9), chain()]
+    assert sizes(Adaptive(VerifyCosts(costs)), trees) == [0, 2, 2, 0]
+    assert sizes(Adaptive(VerifyCosts(costs)), trees[1:2], waiting=3) == [2, 0, 0, 0]
+    assert sizes(Adaptive(VerifyCosts(costs)), [chain(0.3)] * 4) == [0] * 4
+
+
+def test_trees_shrink_to_nothing_as_a_batch_fills() -> None:
+    """A row takes 0.1 ms, which one request loses for itself, and sixteen each for all."""
+    costs = {1: CostCurve.from_points({1: 1.0, 32: 4.1}), 16: CostCurve.from_points({1: 2.5, 32: 2.5 + 31 * 1.6})}
+    found = [sum(sizes(Adaptive(VerifyCosts(costs)), [chain(0.6, 0.7)] * count)) / count for count in (1, 2, 4, 16)]
+    assert found == sorted(found, reverse=True)
+    assert (found[0], found[-1]) == (2, 0)
+
+
+def test_a_call_that_pads_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
     """Alone, three nodes pay. With three sequences that have no tree, a node must gain four times as much."""
     likely = chain(0.6, 0.8, 0.8)
-    alone = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}))
-    assert cut(alone, [likely]) == [3]
+
+    def padded() -> Adaptive:
+        return Adaptive(VerifyCosts({1: CURVE, 4: CURVE}, packed=False))
+
+    assert sizes(padded(), [likely]) == [3]
     for others in ([chain(), chain(), chain()], []):
-        controller = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}))
-        assert cut(controller, [likely, *others], waiting=3 - len(others)) == [2, 0, 0, 0]
-    both = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}))
-    assert cut(both, [likely, likely, likely, chain(0.1, 0.1, 0.1)]) == [3, 3, 3, 3]
+        assert sizes(padded(), [likely, *others], waiting=3 - len(others)) == [2, 0, 0, 0]
+    assert sizes(padded(), [likely, likely, likely, chain(0.1, 0.1, 0.1)]) == [3, 3, 3, 3]
+
+
+def test_trees_of_other_controllers_decide_what_the_next_row_costs() -> None:
+    """Ten rows cost as much as five, later ones far more. Padded, nodes within the largest other tree are free."""
+    costs = {5: CostCurve.from_points({1: 1.0, 2: 1.0, 32: 150.0})}
+    for rows, packed, padded in ((4, 3, 1), (7, 2, 3), (8, 1, 3), (9, 0, 3)):
+        for packs, expected in ((True, packed), (False, padded)):
+            found = sizes(Adaptive(VerifyCosts(costs, packed=packs)), [chain(0.9, 0.9, 0.9)], rows=rows)
+            assert found == [expected], (rows, packs)
 
 
 # --- pinned nodes ----------------------------------------------------------------------------------------------------
@@ -231,20 +272,20 @@ def window(*shares: float) -> DraftTree:
 
 @pytest.mark.parametrize(("shares", "nodes"), [((), 2), ((0.05,), 2), ((0.9,), 3), ((0.05, 0.9), 3), ((0.9, 0.9), 4)])
 def test_pinned_nodes_are_verified_whatever_they_bring(shares: tuple[float, ...], nodes: int) -> None:
-    """Others are verified if they pay in addition, or if the nodes of another sequence's tree make them free."""
-    for batch, sizes in (
-        ([window(*shares)], [nodes]),
-        ([window(*shares)] * 2, [nodes] * 2),
-        ([window(), chain(0.01, 0.9, 0.9, 0.9)], [2, 2]),
-    ):
-        assert cut(Adaptive(VerifyCosts({1: CURVE, 4: CURVE})), batch) == sizes
+    """Others are verified if they pay in addition, or if a padded call makes them free."""
+    for packed in (True, False):
+        for batch, expected in (
+            ([window(*shares)], [nodes]),
+            ([window(*shares)] * 2, [nodes] * 2),
+            ([window(), chain(0.01, 0.9, 0.9, 0.9)], [2, 0 if packed else 2]),
+        ):
+            assert sizes(Adaptive(VerifyCosts({1: CURVE, 4: CURVE}, packed=packed)), batch) == expected
 
 
 def test_the_cost_of_pinned_nodes_counts_in_the_gain_of_a_tree() -> None:
     gains = {}
     for name, tree in (("pinned", window(0.3)), ("free", make_tree([0, 3], [-1, 0], [1.0, 0.3]))):
         controller, seq = lookup_only(CURVE), sequence()
-        controller.budget(seq)
         planned(controller, seq, tree, fresh=False)
         gains[name] = seq.control.gains[OfferKind.LOOKUP]
     assert gains["free"] - gains["pinned"] == pytest.approx(CURVE.table_ms[4] - CURVE.table_ms[2], abs=0.05)
@@ -259,63 +300,117 @@ def test_pinned_nodes_that_bring_nothing_end_in_pauses() -> None:
 # --- the costs of making trees ---------------------------------------------------------------------------------------
 
 
-def step(controller: Adaptive, batch: list[Request], offers_ms: float, made_ms: dict[Call, float]) -> None:
-    """Run a step in which every sequence speculates and the verifier accepts nothing."""
-    plans = []
-    for seq in batch:
-        controller.budget(seq)
-        plans.append(drafted(controller, seq, chain(0.9))[0])
-    controller.timed(offers_ms, made_ms, 2)
-    for seq, taken in zip(batch, plans, strict=True):
-        controller.observe(seq, taken, chain(0.9), outcome(chain(0.9), 0))
+def step(
+    controller: Adaptive, batch: list[Request], offers_ms: float, made_ms: dict[Call, float],
+    kinds: tuple[OfferKind, ...] = (), accepted: int = 0,
+) -> None:  # fmt: skip
+    """Run a step that verifies one drafted node of every sequence. kinds: the plans' own, if not the controller's."""
+    planned = planned_batch(controller, batch, [offers() for _ in batch])
+    for one, kind in zip(planned.steps, kinds, strict=False):
+        one.plan = plan(kind)
+    for one in planned.steps:
+        one.tree, one.outcome = chain(0.9), outcome(chain(0.9), accepted)
+    planned.times = StepTimes(offers_ms, made_ms)
+    controller.observe(planned)
+
+
+def drafting(curve: CostCurve, fresh_ms: float) -> Adaptive:
+    controller = Adaptive(VerifyCosts({1: curve}))
+    controller.expect(DRAFTER, Costs(fresh_ms=fresh_ms))
+    return controller
 
 
 def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
-    known = []
     for sequences in (1, 4):
-        controller = Adaptive(VerifyCosts({1: FREE}))
-        controller.expect(DRAFTER, Costs(fresh_ms=1.0))
+        controller = drafting(FREE, 1.0)
         step(controller, [sequence() for _ in range(sequences)], 0.5, {FRESH: 2.0})
-        known.append(controller._made_ms[FRESH])
-    assert known[0] == known[1] == pytest.approx(1.0 + 1 / 32)
+        assert controller._costs.call_ms(FRESH) == pytest.approx(1.0 + 1 / 32)
 
 
-def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree() -> None:
-    """A fresh draft of another sequence in the batch must not change the gain of lookups here."""
-    controller, seq, other = Adaptive(VerifyCosts({1: FREE})), sequence(), sequence()
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_requests_pay_for_what_they_add_to_a_plain_step(waiting: int) -> None:
+    """A lookup of 1 ms is shared by those that speculate, a draft of 100 ms by the two that use it. All wait for both.
+
+    A row costs 0.5 ms. The unit is a plain step.
+    """
+    count = 3 + waiting
+    controller = Adaptive(VerifyCosts({count: CostCurve.from_points({1: 4.0, 2: 4.0 + 0.5 * count, 3: 40.0})}))
     controller.expect(DRAFTER, Costs(fresh_ms=100.0))
-    for one in (seq, other):
-        controller.budget(one)
-        planned(controller, one)
-    before, plain = seq.control.experience.plain_steps, FREE.table_ms[1]
-    controller.timed(1.0, {FRESH: 100.0}, 2)
-    for one, kind in ((seq, OfferKind.LOOKUP), (other, OfferKind.FRESH)):
-        controller.observe(one, plan(kind), chain(0.9), outcome(chain(0.9), 1))
-    for one, ms in ((seq, FREE.table_ms[2] + 1.0), (other, FREE.table_ms[2] + 101.0)):
-        assert one.control.experience.plain_steps == pytest.approx(before + (ms / plain - before) / 32)
+    batch = [sequence() for _ in range(count)]
+    kinds = OfferKind.LOOKUP, OfferKind.FRESH, OfferKind.FRESH, *[OfferKind.NONE] * waiting
+    step(controller, batch, 1.0, {FRESH: 100.0}, kinds, accepted=1)
+    for one, ms in zip(batch, (0.5 + 1 / 3, *[0.5 + 1 / 3 + 50.0] * 2), strict=False):
+        assert one.control.experience.plain_steps == pytest.approx(1 + count * ms / 4.0 / 32)
+        assert one.control.experience.tokens == pytest.approx(1.0625 + (2 - 1.0625) / 32)
+    assert [one.control.experience.plain_steps for one in batch[3:]] == [1.0] * waiting
+
+
+def test_extra_time_of_the_host_counts_for_each_request_that_speculates() -> None:
+    """Steps of three requests take 0.6 ms more if two of them speculate. The third step knows it: 3 times 0.3 ms."""
+    controller, batch = Adaptive(VerifyCosts({3: FREE})), [sequence() for _ in range(3)]
+    for speculating, host_ms in ((0, 0.1), (2, 0.7), (2, 0.7)):
+        before = batch[0].control.experience.plain_steps if batch[0].control else 1.0
+        taken = planned_batch(controller, batch, [*[offers(chain(0.9), fresh=False)] * speculating,
+                                                  *[None] * (3 - speculating)])  # fmt: skip
+        for one in taken.steps:
+            one.outcome = outcome(one.tree, min(1, len(one.tree) - 1))  # type: ignore[arg-type]
+        taken.times = StepTimes(host_ms=host_ms)
+        controller.observe(taken)
+    plain_steps = 1 + 3 * 0.3 / FREE.table_ms[1]
+    assert batch[0].control.experience.plain_steps == pytest.approx(before + (plain_steps - before) / 32)
+
+
+def test_what_requests_can_share_costs_each_its_part() -> None:
+    """A fresh draft for four requests, and a padded node, whose 0.6 tokens are fewer than its cost for all."""
+    gains = []
+    for count in (4, 1):
+        controller = Adaptive(VerifyCosts({4: CostCurve.from_points({1: 1.0, 2: 1.4})}, packed=False))
+        controller.expect(DRAFTER, Costs(fresh_ms=0.2))
+        batch = planned_batch(controller, [sequence() for _ in range(4)],
+                              [*[offers(chain(0.6))] * count, *[None] * (4 - count)])  # fmt: skip
+        gains.append(batch.steps[0].request.control.gains)
+    assert gains[0][OfferKind.LOOKUP] == pytest.approx(0.6 - 0.4 * 1.0625)
+    assert gains[0][OfferKind.FRESH] == pytest.approx(gains[0][OfferKind.LOOKUP] + 1 - 0.2 * 1.0625)
+    assert gains[1][OfferKind.LOOKUP] == 0.0
+    assert gains[1][OfferKind.FRESH] == pytest.approx(1 - 0.2 * 4.0625)
 
 
 @pytest.mark.parametrize(("offers_ms", "fresh_ms"), [(20.0, 0.1), (0.05, 20.0)])
 def test_a_call_that_was_interrupted_once_does_not_end_speculation(offers_ms: float, fresh_ms: float) -> None:
     """The interruption is like a garbage collection, a hundred times as long as the call."""
-    controller, seq = Adaptive(VerifyCosts({1: CURVE})), sequence()
-    controller.expect(DRAFTER, Costs(fresh_ms=0.1))
-    tries = 0
+    controller, seq, tree = drafting(CURVE, 0.1), sequence(), chain(0.9, 0.9, 0.9)
     for turn in range(40):
-        budget, taken = controller.budget(seq), plan(OfferKind.NONE)
-        tries += budget.nodes > 0
-        if budget.nodes:
-            taken, _ = drafted(controller, seq, chain(0.9, 0.9, 0.9))
-            controller.timed(*((offers_ms, {FRESH: fresh_ms}) if turn == 10 else (0.05, {FRESH: 0.1})), 4)
-        controller.observe(seq, taken, chain(0.9, 0.9, 0.9), outcome(chain(0.9, 0.9, 0.9), 2))
-    assert tries == 40
+        taken, _ = drafted(controller, seq, tree)
+        assert taken.speculates
+        times = StepTimes(offers_ms, {FRESH: fresh_ms}) if turn == 10 else StepTimes(0.05, {FRESH: 0.1})
+        observe(controller, seq, taken, tree, outcome(tree, 2), times)
 
 
-def test_a_step_without_rows_for_a_tree_does_not_count_as_speculation() -> None:
-    """The controller would have speculated, but the end of the text or of the buffer left no rows for a tree."""
+@pytest.mark.parametrize("error", [None, UsageError("no token can follow")], ids=["no rows for a tree", "an error"])
+def test_a_step_that_is_no_whole_speculation_teaches_nothing(error: UsageError | None) -> None:
+    """The end of the text or of the buffer left no rows for a tree, or the request failed."""
     controller, seq = Adaptive(VerifyCosts({1: FREE})), sequence()
     step(controller, [seq], 0.1, {FRESH: 0.1})
-    before = (seq.control.experience.tokens, seq.control.experience.plain_steps, dict(controller._made_ms))
-    assert controller.budget(seq).nodes
-    controller.observe(seq, plan(OfferKind.NONE), chain(), outcome(chain(), 0))
-    assert (seq.control.experience.tokens, seq.control.experience.plain_steps, controller._made_ms) == before
+    before = replace(seq.control.experience), controller._costs.call_ms(FRESH)
+    taken = plan(OfferKind.NONE if error is None else OfferKind.FRESH)
+    observe(controller, seq, taken, chain(), outcome(chain(), 0)._replace(error=error))
+    assert (seq.control.experience, controller._costs.call_ms(FRESH)) == before
+
+
+# --- limits of what is learned ---------------------------------------------------------------------------------------
+
+
+def test_what_was_learned_of_methods_is_bounded_and_the_latest_stays() -> None:
+    """Names of methods contain budgets, which requests choose."""
+    controller = drafting(FREE, 1.0)
+    for number in range(2 * MOST_METHODS):
+        for seq in (request := sequence(), sequence()):
+            seq.speculation = replace(request.speculation, method=f"x {number}")
+        batch = planned_batch(controller, [request], [offers()])
+        controller.cut(batch)
+        batch.times = StepTimes(0.1, {(f"drafter {number}", OfferKind.FRESH): 1.0})
+        controller.observe(batch)
+    caches = [cache for owner in (controller._methods, controller._costs) for cache in vars(owner).values()]
+    assert max(len(cache._values) for cache in caches) == MOST_METHODS
+    assert (f"x {2 * MOST_METHODS - 1}", "none") in controller._methods._records._values
+    assert ("x 0", "none") not in controller._methods._records._values

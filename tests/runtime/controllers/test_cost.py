@@ -223,9 +223,9 @@ TRUE = CostCurve.from_points({1: 10.0, 2: 10.5, 4: 11.5, 8: 13.5, 16: 19.0})
 
 
 def called(costs: VerifyCosts, sizes: list[int], true: CostCurve = TRUE, sequences: int = 1) -> None:
-    """Observe calls of these sizes, one after the other, with the times of `true`."""
+    """Observe calls over trees of these equal sizes, one after the other, with the times of `true`."""
     for size in sizes:
-        costs.observe(sequences, size, true.table_ms[size])
+        costs.observe(sequences, sequences * size, true.table_ms[size])
 
 
 def test_a_level_that_is_wrong_is_corrected_for_all_sizes_by_calls_of_one() -> None:
@@ -262,21 +262,77 @@ def test_costs_of_a_busy_machine_are_forgotten() -> None:
     assert costs.table_ms(1)[8] < 1.25 * 13.5
 
 
-def test_numbers_of_sequences_that_were_not_measured_lie_between() -> None:
-    costs = VerifyCosts({1: TRUE, 16: CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})})
-    assert costs.table_ms(4) == pytest.approx([2 * ms for ms in TRUE.table_ms])
-    called(costs, [8] * 64, CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}), sequences=4)
-    assert costs.table_ms(4)[8] == pytest.approx(3 * 13.5, rel=0.02)
+def line(rows: float) -> float:
+    return 10.0 + 0.5 * rows
 
 
-def test_estimates_are_saved_with_the_measured_times(verifier: Timed, cache: Path) -> None:
+def by_rows(*sequences: int) -> VerifyCosts:
+    """Return costs that depend on the rows of a call alone, measured with up to 16 nodes a sequence."""
+    return VerifyCosts({b: CostCurve.from_points({n: line(b * n) for n in SIZES}) for b in sequences})
+
+
+@pytest.mark.parametrize("known", [(1,), (16,), (1, 16)])
+def test_numbers_of_sequences_that_were_not_measured_lie_between(known: tuple[int, ...]) -> None:
+    """Costs of as many rows are alike, and straight lines continue the measured curves."""
+    table = by_rows(*known).table_ms(4)
+    assert table == pytest.approx([0.0, *[line(rows) for rows in range(4, 65)]])
+
+
+def test_calls_between_multiples_of_the_sequences_correct_the_rows_near_them() -> None:
+    """Trees of one batch differ in size. Rows up to 20 cost nothing in truth, and more than 24 as much as measured."""
+    costs = by_rows(16)
+    assert costs.estimated[16].table_ms == pytest.approx(costs.measured[16].table_ms)
+    for rows in (16, 18, 20, 24, 32) * 40:
+        costs.observe(16, rows, line(16) if rows <= 20 else line(rows))
+    table = costs.table_ms(16)
+    assert table[5] == pytest.approx(line(16), rel=0.02)
+    assert [table[9], table[17]] == pytest.approx([line(24), line(32)], rel=0.02)
+    assert len(table) == 1 + 16 * 15 + 1
+
+
+def test_a_curve_never_falls_faster_than_its_rows() -> None:
+    """A cost that rises with the square of the rows, continued by a line, would be negative for one sequence."""
+    table = VerifyCosts({16: CostCurve.from_points({n: 0.1 * n * n for n in SIZES})}).table_ms(1)
+    assert table[1] == pytest.approx(0.1 / 16)
+
+
+def test_rows_of_a_call_depend_on_padding() -> None:
+    curves = {4: TRUE}
+    assert VerifyCosts(curves).rows([1, 5, 2, 1]) == 9
+    assert VerifyCosts(curves, packed=False).rows([1, 5, 2, 1]) == 20
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_estimates_are_saved_by_rows_with_the_measured_times(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """Calls of trees of several sizes were seen. Costs of padded calls are not those of packed ones."""
+    verifier = Timed(FakeHost(FakeEngine()), SHAPE, 30, 3)
+    monkeypatch.setattr(verifier.steps, "packed", packed)
     costs = load_costs(verifier, {"build": "a"})
     called(costs, [1] * 64)
+    for rows in (3, 4) * 64:
+        costs.observe(3, rows, 10.0 * rows)
     save_costs(costs, {"build": "a"})
     again = load_costs(verifier, {"build": "a"})
-    assert again.table_ms(1) == pytest.approx(costs.table_ms(1))
-    assert again.measured == costs.measured
+    for sequences in (1, 3):
+        assert again.table_ms(sequences) == pytest.approx(costs.table_ms(sequences))
+    assert (again.measured, again.packed) == (costs.measured, packed)
+    assert again.table_ms(3)[2] == pytest.approx(40.0, rel=0.05)
     assert again.table_ms(1)[1] > 5 * again.measured[1].table_ms[1]
+    monkeypatch.setattr(verifier.steps, "packed", not packed)
+    assert load_costs(verifier, {"build": "a"}).table_ms(3)[2] < 5.0
+
+
+def test_a_file_of_other_lengths_is_measured_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Costs of three sequences by nodes would be read as costs by rows."""
+    verifier = Timed(FakeHost(FakeEngine()), SHAPE, 30, 3)
+    load_costs(verifier, {"build": "a"})
+    (file,) = cache.iterdir()
+    values = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**values, "believed": values["measured"]}))
+    load_costs(verifier, {"build": "a"})
+    assert len(caplog.records) == 1
 
 
 def test_a_change_that_matters_little_is_not_written(verifier: Timed, cache: Path) -> None:

@@ -19,8 +19,7 @@ from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
 from redraft.runtime.drafters import Drafter
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.none import NoDrafter
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.observe import profiling
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import make_sampler
@@ -101,11 +100,13 @@ def _milliseconds_a_token(clock: Clock, true: CostCurve, believed: CostCurve, to
     engine = Costly(clock, true, sometimes_repeating)
     verifier = fake_verifier(engine, 2000)
     costs = VerifyCosts({1: believed})
-    cycle = Cycle(verifier, Speculation(NgramDrafter(verifier), Adaptive(costs)), costs)
+    loop = DecodeLoop(verifier, Speculation(NgramDrafter(verifier), Adaptive(costs)), costs)
     prompt = [97 + n % 8 for n in range(30)]
     request = Request(list(prompt), len(prompt), 1900, frozenset(), make_sampler(GREEDY))
     began = 0, 0.0
-    for steps, _ in enumerate(scheduler.run(cycle, [request])):
+    loop.add(request)
+    for steps in range(1_000_000):
+        loop.step()
         if steps == STEPS:
             began = len(request.tokens), clock.now
         elif steps > STEPS and len(request.tokens) - began[0] >= tokens:
@@ -140,11 +141,10 @@ def test_plain_decoding_is_not_slowed_if_drafting_takes_longer_than_it_saves(mon
     def spent(controller: Controller, drafter: type[Drafter]) -> float:
         engine = Costly(clock, true, lambda tokens: 97 + int(np.random.default_rng(len(tokens)).integers(8)))
         verifier = fake_verifier(engine, 2000)
-        cycle = Cycle(verifier, Speculation(drafter(verifier), controller))
+        loop = DecodeLoop(verifier, Speculation(drafter(verifier), controller))
         request = Request([97] * 8, 8, 1508, frozenset(), make_sampler(GREEDY))
         began = clock.now
-        for _ in scheduler.run(cycle, [request]):
-            pass
+        loop.run([request])
         return clock.now - began
 
     plain = spent(FixedBudget(NO_SPECULATION), NoDrafter)

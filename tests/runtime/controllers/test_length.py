@@ -11,9 +11,9 @@ from redraft.errors import UsageError
 from redraft.runtime import SpeculationParams
 from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import Confidence, GammaTune, GammaTunePlus, LengthRule, Svip
-from redraft.runtime.loop.decode_loop import fit
+from redraft.runtime.requests.batch import fit
 from redraft.types import Budget, Draws, OfferKind
-from tests.runtime.drafts import chain, outcome, plan, planned, sequence
+from tests.runtime.drafts import chain, cut, observe, outcome, plan, planned, sequence
 from tests.runtime.fakes import engine_of, greedy, make_runtime, mixing_rule, plain
 from tests.runtime.sampling.laws import Proposed
 
@@ -34,27 +34,26 @@ def test_only_fresh_and_looked_up_drafts_change_the_next_length() -> None:
     for kind, expected in (
         (OfferKind.RESAMPLE, 4), (OfferKind.NONE, 4), (OfferKind.FRESH, 5), (OfferKind.LOOKUP, 5),
     ):  # fmt: skip
-        controller.observe(seq, plan(kind), tree, outcome(tree, 4))
+        observe(controller, seq, plan(kind), tree, outcome(tree, 4))
         assert controller.length(seq) == expected
-    controller.observe(seq, plan(OfferKind.LOOKUP), chain(), outcome(chain(), 0))  # nothing was drafted
+    observe(controller, seq, plan(OfferKind.LOOKUP), chain(), outcome(chain(), 0))  # nothing was drafted
     assert (controller.length(seq), controller.length(other)) == (5, 4)
 
 
 def test_what_follows_an_uncertain_token_is_not_verified() -> None:
     controller, seq = LengthController(Confidence(threshold=0.4)), sequence()
     taken = planned(controller, seq)
-    (tree,) = controller.cut([seq], [taken], [chain(0.9, 0.3, 0.9)])
+    tree = cut(controller, seq, taken, chain(0.9, 0.3, 0.9))
     assert (taken.kind, tree.tokens.tolist()) == (OfferKind.FRESH, [0, 1, 2])
-    (found,) = controller.cut([seq], [plan(OfferKind.LOOKUP, chain(0.1, 0.1))], [None])
-    assert len(found) == 3
+    assert len(cut(controller, seq, plan(OfferKind.LOOKUP, chain(0.1, 0.1)))) == 3
 
 
 def test_drawn_drafts_are_verified_whole_as_draws() -> None:
     """Their probabilities are those of ranks and say nothing of a token. Without q, fewer would be accepted."""
     tree = replace(chain(0.5, 0.5, 0.5), draws=Draws.of(Proposed(lambda text: np.array([0.5, 0.5])), 4))
     for rule in (Confidence(threshold=0.6), Svip()):
-        (found,) = LengthController(rule).cut([seq := sequence()], [planned(LengthController(rule), seq)], [tree])
-        assert found is tree
+        controller, seq = LengthController(rule), sequence()
+        assert cut(controller, seq, planned(controller, seq), tree) is tree
 
 
 @pytest.mark.parametrize("name", ["fixed,gamma=3", "gammatune", "gammatune+", "heuristic", "confidence", "svip"])

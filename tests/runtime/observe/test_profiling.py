@@ -71,7 +71,7 @@ def test_the_events_of_a_trace_nest(watched: tuple[Recording, Generation]) -> No
         open_ns.append((end, event["name"]))
     assert around[STEP] == {""}
     assert {name for name, outer in around.items() if STEP in outer} == PARTS
-    assert around["engine.verifier"] == {"verify"}
+    assert around["engine.verifier"] == {"prefill", "verify"}
     assert around["engine.lyanna.resample"] == {"resample"}
     assert around["engine.lyanna.draft"] == {"draft"}
 

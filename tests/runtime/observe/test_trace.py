@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,14 +21,17 @@ PROMPTS = [[97, 98, 99], [98] * 9, [99, 97, 98] * 4, [100]]
 BUDGET = Budget(12, 4, 3)
 
 
-def traced(max_num_seqs: int = 2, method: str = "ngram", budget: Budget | None = BUDGET) -> list[str]:
-    return _traced(max_num_seqs, SpeculationParams(method, budget=budget)).splitlines()
+def traced(
+    max_num_seqs: int = 2, method: str = "ngram", budget: Budget | None = BUDGET, packed: bool = True
+) -> list[str]:
+    return _traced(max_num_seqs, SpeculationParams(method, budget=budget), packed).splitlines()
 
 
 @cache
-def _traced(max_num_seqs: int, how: SpeculationParams) -> str:
-    file = io.StringIO()
-    make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, greedy(25), how, trace=file)
+def _traced(max_num_seqs: int, how: SpeculationParams, packed: bool) -> str:
+    file, runtime = io.StringIO(), make_runtime(max_num_seqs=max_num_seqs)
+    runtime.costs.packed = packed
+    runtime.generate(PROMPTS, greedy(25), how, trace=file)
     return file.getvalue()
 
 
@@ -49,7 +53,7 @@ def test_a_trace_has_every_token_and_the_nodes_of_each_source(max_num_seqs: int)
 
 def test_a_depth_counts_if_the_tree_reaches_it_and_all_before_were_accepted() -> None:
     """Trees of depth 2, 2 and 1: all are tried at depth 1; of those accepted there, only deeper ones at depth 2."""
-    begun = {"request": 0, "prompt": [5], "first": 7, "table_ms": [0, 1]}
+    begun = {"request": 0, "prompt": [5, 7], "table_ms": [0, 1]}
     deep = {"request": 0, "position": 1, "source": "fresh", "tokens": [7, 8, 9], "parents": [-1, 0, 1],
             "log_probs": [0, -1, -2]}  # fmt: skip
     steps = [
@@ -88,7 +92,7 @@ def test_pinned_nodes_of_a_choice_replay(max_num_seqs: int) -> None:
     """They are verified at a loss, which a trace without them would not explain."""
     lines = traced(max_num_seqs, "lookahead", None)
     assert replay(lines).nodes[OfferKind.LOOKUP] > 0
-    number = next(i for i, line in enumerate(lines) if '"least"' in line and '"probed"' not in line)
+    number = next(i for i, line in enumerate(lines) if '"pinned"' in line and '"probed"' not in line)
     step = json.loads(lines[number])
     assert 0 < len(step["choice"].pop("pinned")) <= step["choice"].pop("least")
     lines[number] = json.dumps(step)
@@ -96,15 +100,30 @@ def test_pinned_nodes_of_a_choice_replay(max_num_seqs: int) -> None:
         replay(lines)
 
 
-def test_shares_that_the_batch_does_not_have_are_refused() -> None:
-    lines = traced(budget=None)
-    number = next(i for i, line in enumerate(lines) if json.loads(line).get("choice", {}).get("together"))
-    step = json.loads(lines[number])
-    step["choice"]["log_probs"] = [0.0, 0.0, *step["choice"]["log_probs"][2:]]
-    step["choice"]["together"]["shares"][:1] = [0.5]
-    lines[number] = json.dumps(step)
-    with pytest.raises(DataError, match=f"line {number + 1} .* not among those of the batch"):
-        replay(lines)
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_sizes_of_a_batchs_trees_replay_together(packed: bool) -> None:
+    """One line has the estimates of a step's batch. Changed, they would select fewer nodes, or other trees' ones."""
+    lines = traced(budget=None, packed=packed)
+    replay(lines)
+    steps = [json.loads(line) for line in lines]
+    starts = [i for i, step in enumerate(steps) if "together" in step]
+    whole = [(i, steps[i + 1 : end]) for i, end in pairwise(starts)]
+    shared = next(
+        i for i, some in whole
+        if len({step["request"] for step in some if "position" in step}) > 1
+        and any(len(step.get("tokens", [])) > 1 and "probed" not in step["choice"] for step in some)
+    )  # fmt: skip
+    assert steps[shared]["together"]["packed"] is packed
+    for change, message in (
+        ({"rate": 1e9}, "0 nodes were worth verifying"),
+        ({"shares": [0.0]}, "not among those of the batch"),
+    ):
+        changed = list(lines)
+        changed[shared] = json.dumps({"together": {**steps[shared]["together"], **change}})
+        with pytest.raises(DataError, match=message):
+            replay(changed)
+    with pytest.raises(DataError, match="the estimates of its batch are missing"):
+        replay([line for line in lines if not line.startswith('{"together"')])
 
 
 def test_streaming_writes_the_same_trace() -> None:

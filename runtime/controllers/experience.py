@@ -1,0 +1,212 @@
+"""What the adaptive controller learns from steps: tokens and costs, by request, by method, and by kind of call.
+
+All of it is bounded: what was not used for longest is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from redraft.lru import LruCache
+from redraft.runtime.controllers.calibration import FAST, DepthCalibration, RankCalibration
+from redraft.runtime.trees.offers import OfferKey
+from redraft.types import OfferKind, Together, Tree
+
+if TYPE_CHECKING:
+    from redraft.runtime.requests.batch import Batch, Call, RequestStep
+    from redraft.runtime.requests.request import Request
+    from redraft.runtime.sampling.noise import NoiseKind
+
+MOST_METHODS = 256
+"""Methods and kinds of noise, kinds of calls, and mixes of methods in a batch, whose statistics are kept."""
+_CREDIT = 1.0625
+"""Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
+_OUTLIER, _LEAST_MS = 2.0, 0.05
+
+
+@dataclass(slots=True)
+class Experience:
+    """Running means over speculative steps: tokens committed by a step, and its cost in plain steps.
+
+    The unit is a plain step, since the machine's load changes the time of both.
+    """
+
+    tokens: float
+    plain_steps: float
+
+    def update(self, tokens: int, plain_steps: float, weight: float) -> None:
+        """Move the means by `weight` towards one step."""
+        self.tokens += weight * (tokens - self.tokens)
+        self.plain_steps += weight * (plain_steps - self.plain_steps)
+
+
+@dataclass(slots=True)
+class Tries:
+    """Fresh drafts although they do not seem to pay. The delay doubles each time that one does not.
+
+    since: steps of requests since the latest draft.   patience: steps before the next one.
+    """
+
+    since: int = 0
+    patience: int = 1
+
+    def made(self, pays: bool, longest: int) -> None:
+        """Note a fresh draft."""
+        self.since, self.patience = 0, 1 if pays else min(2 * self.patience, longest)
+
+
+@dataclass(slots=True)
+class MethodRecord:
+    """Statistics of a method's requests with one kind of noise, with which its next such request starts.
+
+    gain: expected tokens of trees beyond their cost of verification, by offer.
+    tries: of fresh drafts in batches, whose calls all requests wait for.
+    """
+
+    experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
+    gain: dict[OfferKey, float] = field(default_factory=dict)
+    tries: Tries = field(default_factory=Tries)
+
+
+@dataclass(slots=True)
+class ControllerState:
+    """The controller's state of one sequence.
+
+    method:   the record of its method.   noise: the kind of noise of its drafts' candidates.
+    gain:     gains by offer as in `MethodRecord`, learned from its own steps.
+    ready:    number of this step's ready nodes that are worth verifying, and their gain.
+    made:     the tree that a drafter made for this step, for `observe`.
+    rate, gains, tried, probed, together, least: fields of this step's `Choice`.   weighed: its found, whole and shares.
+    shares:   probability of each node after the root to be accepted in this step, by `ranked_shares`.
+    waiting:  steps still to pause.   pause: length of the latest pause.
+    tries:    of fresh drafts while it is alone.
+    """
+
+    experience: Experience
+    method: MethodRecord
+    noise: NoiseKind
+    gain: dict[OfferKey, float]
+    ready: tuple[int, float] = (0, 0.0)
+    made: Tree | None = None
+    rate: float = 0.0
+    gains: dict[OfferKind, float] = field(default_factory=dict)
+    tried: bool = False
+    probed: bool = False
+    shares: Sequence[float] = ()
+    together: Together | None = None
+    least: int = 0
+    weighed: tuple[Tree, Tree, Sequence[float] | None] | None = None
+    waiting: int = 0
+    pause: int = 0
+    tries: Tries = field(default_factory=Tries)
+
+
+class MethodStatistics:
+    """Experience and acceptance of methods, by the kind of noise of their requests.
+
+    What greedy requests taught says little of sampled ones.
+    """
+
+    def __init__(self, most: int = MOST_METHODS) -> None:
+        self._records: LruCache[tuple[str, NoiseKind], MethodRecord] = LruCache(most)
+        self._depths: LruCache[tuple[str, OfferKind, NoiseKind], DepthCalibration] = LruCache(most)
+        self._ranks: LruCache[tuple[OfferKey, NoiseKind], RankCalibration] = LruCache(most)
+
+    def record(self, method: str, noise: NoiseKind) -> MethodRecord:
+        """Return a method's statistics; a new method has some credit."""
+        return self._records.get((method, noise), MethodRecord)
+
+    def depths(self, key: OfferKey, noise: NoiseKind) -> DepthCalibration:
+        """Return the acceptance rates of such an offer's trees by depth."""
+        return self._depths.get((key.drafter, key.kind, noise), DepthCalibration)
+
+    def ranks(self, key: OfferKey, noise: NoiseKind) -> RankCalibration:
+        """Return the acceptance rates of such an offer's trees by rank."""
+        return self._ranks.get((key, noise), RankCalibration)
+
+    def state_of(self, request: Request) -> ControllerState:
+        """Return the state of a request, which begins with its method's experience."""
+        state: ControllerState | None = request.control
+        if state is None:
+            noise = request.noise.kind
+            record = self.record(request.speculation.method, noise)
+            known = record.experience
+            state = ControllerState(Experience(known.tokens, known.plain_steps), record, noise, dict(record.gain))
+            request.control = state
+        return state
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean of milliseconds; None before the first.
+
+    An interrupted call would make its kind look expensive, and delay the next. So the times of outliers are limited.
+    """
+
+    ms: float | None = None
+
+    def add(self, taken_ms: float) -> float:
+        """Move the mean towards a time. Returns the time that counted."""
+        known_ms = taken_ms if self.ms is None else self.ms
+        counted_ms = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
+        self.ms = known_ms + FAST * (counted_ms - known_ms)
+        return counted_ms
+
+
+@dataclass(slots=True)
+class HostTimes:
+    """The host's own time in plain and in speculative steps. speculating: mean of requests in the latter that did."""
+
+    plain: Mean = field(default_factory=Mean)
+    speculative: Mean = field(default_factory=Mean)
+    speculating: float = 0.0
+
+
+class StepCosts:
+    """Milliseconds of drafter calls, of offers, and of the host's own work in steps."""
+
+    def __init__(self, most: int = MOST_METHODS) -> None:
+        self._calls: LruCache[Call, Mean] = LruCache(most)
+        self._offers: LruCache[str, Mean] = LruCache(most)
+        self._host: LruCache[tuple[int, str], HostTimes] = LruCache(most)
+
+    def expect(self, call: Call, ms: float) -> None:
+        """Use this time of a kind of calls until one was timed."""
+        mean = self._calls.get(call, Mean)
+        if mean.ms is None:
+            mean.ms = ms
+
+    def call_ms(self, call: Call) -> float:
+        """Return the expected time of a drafter call; 0 if it is unknown."""
+        return self._calls.get(call, Mean).ms or 0.0
+
+    def shares_ms(self, batch: Batch) -> list[float]:
+        """Learn from the times of a step, and return what each of the batch's speculating requests caused.
+
+        The requests whose trees a drafter call made share its time. All that speculated share the host's extra time
+        compared with a plain step, which is at least that of the offers.
+        """
+        times, host = batch.times, self._host.get((batch.sequences, batch.methods), HostTimes)
+        everyone = [step for step in batch.everyone if step.plan.speculates]
+        if not everyone:
+            host.plain.add(times.host_ms)
+            return []
+        count = len(everyone)
+        extra_ms = self._offers.get(batch.methods, Mean).add(times.offers_ms) / count
+        if host.plain.ms is not None and host.speculative.ms is not None:
+            extra_ms = max((host.speculative.ms - host.plain.ms) / host.speculating, extra_ms)
+        users = Counter([_call_of(step) for step in everyone])
+        made_ms = {
+            call: self._calls.get(call, Mean).add(ms) / max(users[call], 1) for call, ms in times.made_ms.items()
+        }
+        host.speculative.add(times.host_ms)
+        host.speculating += (FAST if host.speculating else 1.0) * (count - host.speculating)
+        return [extra_ms + made_ms.get(_call_of(step), 0.0) for step in batch.steps if step.plan.speculates]
+
+
+def _call_of(step: RequestStep) -> Call:
+    make = step.plan.make
+    return ("", OfferKind.NONE) if make is None else (make.key.drafter, step.plan.kind)

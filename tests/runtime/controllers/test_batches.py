@@ -1,0 +1,141 @@
+"""Simulated batches: requests of high and of low acceptance share calls whose cost is known.
+
+No engine runs. A step takes the time of its rows, of its lookups, and of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from redraft.runtime.controllers.adaptive import Adaptive
+from redraft.runtime.controllers.base import Controller, FixedBudget
+from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
+from redraft.runtime.controllers.mixed import controller_of
+from redraft.runtime.requests.batch import StepTimes
+from redraft.runtime.trees.offers import Speculation
+from redraft.types import NO_SPECULATION, Budget, Costs, OfferKind
+from tests.runtime.drafts import DRAFTER, Offered, chain, offers, outcome, sequence
+
+LENGTH, LOOKUP_MS, HOST_MS = 8, 0.02, 0.1
+Acceptance = tuple[float, float]
+"""The probability of a token that the lookup claims, and the true one."""
+GOOD, POOR, BOASTING = (0.85, 0.85), (0.25, 0.25), (0.6, 0.1)
+MIXED = (GOOD, POOR, BOASTING, POOR)
+
+
+def row_ms(rows: int) -> float:
+    """Return the time of a call: the weights are read once, then every row counts, and more so beyond 32."""
+    return 10.0 + 0.4 * rows + 0.4 * max(rows - 32, 0)
+
+
+def costs(sequences: int, packed: bool = True) -> VerifyCosts:
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+    return VerifyCosts({n: CostCurve.from_points({size: row_ms(n * size) for size in sizes}) for n in {1, sequences}},
+                       packed=packed)  # fmt: skip
+
+
+def tokens_a_ms(
+    controllers: Sequence[Controller], kinds: Sequence[Acceptance], verifying: VerifyCosts, steps: int
+) -> float:
+    """Return the speed of a batch whose request i has controller i and the acceptance `kinds[i]`."""
+    random, tokens, spent = Random(0), 0, 0.0
+    requests = [sequence() for _ in kinds]
+    for request, controller, kind in zip(requests, controllers, kinds, strict=True):
+        request.speculation = Speculation(request.speculation.drafter, controller, f"lookup {kind}")
+    controller = controller_of(Offered.of(requests, [None] * len(requests)))
+    for _ in range(steps):
+        found = [chain(*[claimed] * random.randrange(LENGTH + 1)) for claimed, _ in kinds]
+        batch = Offered.of(requests, [offers(tree, fresh=False) for tree in found])
+        controller.plan(batch)
+        speculating = sum(step.plan.speculates for step in batch.steps)
+        if speculating:
+            controller.cut(batch)
+        for step, (_, true) in zip(batch.steps, kinds, strict=True):
+            accepted = next((n for n in range(len(step.tree) - 1) if random.random() >= true), len(step.tree) - 1)
+            step.outcome = outcome(step.tree, accepted)  # type: ignore[arg-type]
+            tokens += 1 + accepted
+        rows = verifying.rows([len(step.tree) for step in batch.steps])
+        offers_ms, verified_ms = LOOKUP_MS * speculating, row_ms(rows)
+        batch.times = StepTimes(offers_ms, {}, verified_ms, HOST_MS + offers_ms)
+        verifying.observe(len(requests), rows, verified_ms)
+        controller.observe(batch)
+        spent += verified_ms + batch.times.host_ms
+    return tokens / spent
+
+
+def adapted(kinds: Sequence[Acceptance], verifying: VerifyCosts, steps: int) -> float:
+    controller = Adaptive(verifying)
+    return tokens_a_ms([controller] * len(kinds), kinds, verifying, steps)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("sequences", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("kinds", [MIXED, (BOASTING,)], ids=["mixed", "boasting"])
+def test_speculation_is_never_slower_than_plain_steps(
+    kinds: tuple[Acceptance, ...], sequences: int, packed: bool
+) -> None:
+    """Probes and tries after pauses cost a little."""
+    batch = [kinds[slot % len(kinds)] for slot in range(sequences)]
+    plain = sequences / (row_ms(sequences) + HOST_MS)
+    found = adapted(batch, costs(sequences, packed), 1000)
+    assert found > 0.98 * plain
+
+
+@pytest.mark.parametrize("sequences", [4, 8, 16])
+def test_sizes_that_are_chosen_together_earn_more_than_one_size_for_all(sequences: int) -> None:
+    batch = [MIXED[slot % len(MIXED)] for slot in range(sequences)]
+    found = adapted(batch, costs(sequences), 500)
+    for nodes in (1, 2, 3, 5, LENGTH):
+        fixed = FixedBudget(Budget(nodes, nodes, 1))
+        assert found > 1.1 * tokens_a_ms([fixed] * sequences, batch, costs(sequences), 300)
+
+
+def test_a_request_that_gains_is_not_paused_by_the_rows_of_others() -> None:
+    """Next to a fixed budget that loses, its own few rows still pay."""
+    fixed, verifying = FixedBudget(Budget(3, 3, 1)), costs(4)
+    adaptive = Adaptive(verifying)
+    both = tokens_a_ms([fixed, fixed, fixed, adaptive], [BOASTING, BOASTING, BOASTING, GOOD], verifying, 500)
+    plain = FixedBudget(NO_SPECULATION)
+    without = tokens_a_ms([fixed, fixed, fixed, plain], [BOASTING, BOASTING, BOASTING, GOOD], costs(4), 300)
+    assert both > 1.25 * without
+
+
+def drafting(sequences: int, draft_ms: float, share: float, steps: int = 600) -> float:
+    """Return the speed of requests of 64 tokens over plain steps, if each node of a draft is accepted with `share`."""
+    verifying, random = costs(sequences), Random(1)
+    controller, call = Adaptive(verifying), (DRAFTER, OfferKind.FRESH)
+    controller.expect(DRAFTER, Costs(draft_ms, 0.0))
+    requests, tokens, spent = [sequence() for _ in range(sequences)], [0] * sequences, 0.0
+    for _ in range(steps):
+        for request in requests:
+            request.speculation = Speculation(request.speculation.drafter, controller, "method")
+        batch = Offered.of(requests, [offers() for _ in requests])
+        controller.plan(batch)
+        drafted = [step for step in batch.steps if step.plan.make is not None]
+        for step in drafted:
+            step.made = chain(*[share] * 4)
+        if batch.speculates:
+            controller.cut(batch)
+        for slot, step in enumerate(batch.steps):
+            accepted = next((n for n in range(len(step.tree) - 1) if random.random() >= share), len(step.tree) - 1)
+            step.outcome = outcome(step.tree, accepted)  # type: ignore[arg-type]
+            tokens[slot] += 1 + accepted
+            if tokens[slot] % 64 < 1 + accepted:
+                requests[slot] = sequence()
+        rows = verifying.rows([len(step.tree) for step in batch.steps])
+        made_ms = {call: draft_ms} if drafted else {}
+        batch.times = StepTimes(0.0, made_ms, row_ms(rows), HOST_MS)
+        verifying.observe(sequences, rows, row_ms(rows))
+        controller.observe(batch)
+        spent += row_ms(rows) + HOST_MS + sum(made_ms.values())
+    return sum(tokens) / spent / (sequences / (row_ms(sequences) + HOST_MS))
+
+
+@pytest.mark.parametrize("sequences", [2, 4, 8, 16])
+def test_drafts_that_do_not_pay_are_seldom_made_for_a_batch(sequences: int) -> None:
+    """All requests wait for a draft, and new ones know what earlier ones have learned. Good drafts are made always."""
+    assert drafting(sequences, 8.0, 0.3) > 0.985
+    assert drafting(sequences, 2.0, 0.8) > 1.15
