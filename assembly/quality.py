@@ -206,3 +206,5 @@ def fill_chain(call: Call, tokens: IntArray, start: int) -> None:
     call.inputs[names.CACHE_LEN][0] = start
     call.inputs[names.KV_LEN][0] = start + count
     call.inputs[names.OUTPUT_ROWS][0] = np.arange(count)
+    if names.PACKED_ROWS in call.inputs:
+        call.inputs[names.PACKED_ROWS][:] = np.arange(count)

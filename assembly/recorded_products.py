@@ -125,6 +125,7 @@ def record_values(
     outputs = {value.name for value in graph.graph.outputs}
     record = bundle.graph(bundle.host_graph(False))
     specs = list(record.outputs)
+    packed = any(spec.name == names.PACKED_ROWS for spec in record.inputs)
     for name in sorted(wanted - outputs):
         value = values[name]
         sizes = {p.input: p.columns for p in products} | {p.result: p.rows for p in products}
@@ -146,7 +147,7 @@ def record_values(
             chunk = np.asarray(tokens[start : start + size], np.int64)
             if not len(chunk):
                 break
-            call = calls.prepare(B=1, T=len(chunk), R=len(chunk))
+            call = calls.prepare(B=1, T=len(chunk), R=len(chunk), **({"N": len(chunk)} if packed else {}))
             fill_chain(call, chunk, start)
             call.run()
             for name, rows_ in parts.items():

@@ -19,8 +19,7 @@ from redraft.errors import BackendError, UnsupportedModelError
 from redraft.garbage import return_memory
 from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Sampler, accept
 from redraft.runtime.steps.verifier import open_verifier
@@ -210,7 +209,7 @@ def check_graphs_agree(bundle: Bundle, texts: Sequence[Sequence[int]]) -> None:
 
 
 def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[KnownText]:
-    """Run each text through the runtime's own cycle."""
+    """Run each text through the runtime's own decode loop."""
     manifest = bundle.manifest
     samplers = [KnownText(text) for text in texts]
     requests = [
@@ -220,8 +219,7 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
     rows = min(manifest.max_model_len, TEXT_TOKENS + TREES.nodes + 1)
     verifier = open_verifier(bundle, open_host(bundle, max_num_seqs=len(texts)), len(texts), rows)
     verifier.take_branches()
-    for _ in scheduler.run(Cycle(verifier, Speculation(KnownDrafter(verifier), FixedBudget(TREES))), requests):
-        pass
+    DecodeLoop(verifier, Speculation(KnownDrafter(verifier), FixedBudget(TREES))).run(requests)
     verifier.close()
     return samplers
 

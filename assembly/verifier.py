@@ -134,7 +134,7 @@ def write_verifier(
 
     done: receives the part that is done, and the whole.
     """
-    from redraft.engines.lowering import lower_batch, lower_single
+    from redraft.engines.lowering import lower_packed, lower_single
     from redraft.export import verifier
 
     exported = verifier.write_verifier(traced, folder, config, lambda stage, part, whole: done(part, whole), plan)
@@ -143,7 +143,7 @@ def write_verifier(
     graphs = {names.VERIFIER: portable}
     if exported.shape.dtype == "float32":
         lowered = {
-            names.VERIFIER_BATCH: lower_batch(folder, portable),
+            names.VERIFIER_BATCH: lower_packed(folder, portable),
             names.VERIFIER_SINGLE: lower_single(folder, portable),
             names.VERIFIER_FAST: lower_single(folder, portable, exact=False),
         }

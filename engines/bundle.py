@@ -127,6 +127,8 @@ def verifier_signature(manifest: Manifest, graph: str) -> tuple[tuple[TensorSpec
     """Inputs and outputs that a form of the verifier's graph must have."""
     inputs = signatures.verifier_inputs(manifest.shape)
     outputs = signatures.verifier_outputs(manifest.shape, manifest.hidden_states)
+    if graph == names.VERIFIER_BATCH:
+        return signatures.packed_inputs(inputs), signatures.packed_outputs(outputs)
     if graph == names.VERIFIER_SINGLE:
         return single_chain(inputs), single_sequence(outputs)
     if graph == names.VERIFIER_FAST:

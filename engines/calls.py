@@ -38,7 +38,7 @@ class Calls:
     def bind(self, name: str, array: Array) -> None:
         """Use this C-contiguous array for the input or output `name` of every call, and for outputs in its place.
 
-        A call over fewer sequences uses its first entries. Drops all prepared calls.
+        A call uses an entry for each of its sequences, the first ones by default. Drops all prepared calls.
         Raises ValueError on an unknown name, and on an element type or a shape that does not fit.
         """
         spec = self._bindable.get(name)
@@ -99,9 +99,8 @@ class Calls:
         """Return the entries of a bound array from `first` on, one for each sequence of a call."""
         array = self._bound[name]
         leading = self._bindable[name].shape[0]
-        if not isinstance(leading, str):
-            return array
-        wanted = first + sizes.get(leading, len(array) - first)
+        count = sizes.get(leading, len(array) - first) if isinstance(leading, str) else leading
+        wanted = first + count
         if wanted > len(array):
             raise ValueError(
                 f"{name}: expected {leading} of at most {len(array)}, the bound array's length, found {wanted}"
@@ -115,6 +114,6 @@ def aligned(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
 
 
 def _fits(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
-    return len(shape) == len(spec.shape) and all(
-        isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, shape, strict=True)
-    )
+    if len(shape) != len(spec.shape) or (isinstance(spec.shape[0], int) and shape[0] < spec.shape[0]):
+        return False
+    return all(isinstance(dim, str) or dim == size for dim, size in zip(spec.shape[1:], shape[1:], strict=True))

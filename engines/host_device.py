@@ -25,6 +25,7 @@ from redraft.engines.device import (
     copied_bytes,
     numpy_type,
 )
+from redraft.engines.manifest import GraphRecord
 from redraft.names import Dtype
 
 MOST_COPIED_BYTES = 64 << 20
@@ -169,6 +170,8 @@ class HostDevice(Device):
             return GatherFeatures(record)
         if graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
             return CompactProgram(record, self, self._kernels)
+        if graph == names.VERIFIER and self.verifier_graph == names.VERIFIER_BATCH and self.step_graphs:
+            return PaddedVerifier(load_program(self.bundle, self.verifier_graph, self._threads), record)
         if graph == names.VERIFIER:
             graph = self.verifier_graph
         else:
@@ -213,3 +216,33 @@ class GatherFeatures(Program):
                 pending[slot, start : start + len(path)] = features[slot, path]
 
         return run
+
+
+class PaddedVerifier(Program):
+    """The verifier's packed graph over B trees of T rows each, N = B * T in all, as the graphs of a step have them."""
+
+    def __init__(self, packed: Program, record: GraphRecord) -> None:
+        """record: that of the portable graph."""
+        super().__init__(record)
+        self._packed = packed
+
+    def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        wanted = array_of(buffers[names.OUTPUT_ROWS])  # [B, R]
+        sequences, width = buffers[names.TOKEN_IDS].shape
+        rows = np.zeros((1, wanted.size), np.int64)
+        starts = width * np.arange(sequences)[:, None]
+        shapes = {spec.name: spec.shape for spec in (*self._packed.inputs, *self._packed.outputs)}
+        given = dict(buffers)
+        for spec in (*self.inputs, *self.outputs):
+            if spec.shape != shapes[spec.name]:  # [B, T, …] -> [1, B * T, …], in the same memory
+                first, second, *others = buffers[spec.name].shape
+                given[spec.name] = buffers[spec.name].part(1, first * second, *others)
+        given[names.OUTPUT_ROWS] = HostBuffer.of("int64", rows)
+        given[names.PACKED_ROWS] = HostBuffer.of("int64", np.arange(sequences * width))
+        run = self._packed.bind(given)
+
+        def run_packed() -> None:
+            np.add(wanted, starts, out=rows.reshape(wanted.shape))
+            run()
+
+        return run_packed

@@ -14,11 +14,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from redraft.cgroups import ROOT, group_folders, read_text
 
 LARGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 4, 14, 15, 25
 _SMALLEST_REQUEST = 8 * LARGE_PAGE_BYTES
 _MAPS = Path("/proc/self/maps")
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
@@ -33,6 +36,26 @@ def huge_pages() -> Iterator[None]:
     yield
     for span in _added(_anonymous(), before):
         _collapse(span)
+
+
+def give_back(array: NDArray[Any]) -> None:
+    """Give the memory of an array's whole pages back to the machine. Its elements are then zero, or as before.
+
+    The array is C-contiguous, in private memory.
+    """
+    _advise(array, _MADV_DONTNEED)
+
+
+def use_small_pages(array: NDArray[Any]) -> None:
+    """Let an array that nobody has written yet take memory in small pages, so that it takes what is used."""
+    _advise(array, _MADV_NOHUGEPAGE)
+
+
+def _advise(array: NDArray[Any], advice: int) -> None:
+    page, first = resource.getpagesize(), int(array.ctypes.data)
+    begin, end = -(-first // page) * page, (first + array.nbytes) // page * page
+    if sys.platform.startswith("linux") and begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
 def _anonymous() -> list[Span]:

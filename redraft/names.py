@@ -58,6 +58,7 @@ TREE_MASK = "tree_mask"
 CACHE_LEN = "cache_len"
 KV_LEN = "kv_len"
 OUTPUT_ROWS = "output_rows"
+PACKED_ROWS = "packed_rows"
 LOGITS = "logits"
 
 FEATURE_ROWS = "features"

@@ -1,8 +1,9 @@
 """Signatures of the graphs of the verifier and of a step: inputs and outputs in order, by the shape of the model.
 
-Symbols: B sequences in the call, T tokens verified at once, R rows of logits, C rows of the KV buffers, V vocabulary,
-n hidden size, H_kv key/value heads, D head size, F rows of a feature buffer, W rows of pending features, K nodes of a
-drafter's tree with its root, S nodes of a stored tree at most. `redraft.methods` has the signatures of drafters.
+Symbols: B sequences in the call, T tokens verified at once, N nodes of all trees in a packed call, R rows of logits,
+C rows of the KV buffers, V vocabulary, n hidden size, H_kv key/value heads, D head size, F rows of a feature buffer,
+W rows of pending features, K nodes of a drafter's tree with its root, S nodes of a stored tree at most.
+`redraft.methods` has the signatures of drafters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from redraft import names
-from redraft.names import Dtype, TensorSpec
+from redraft.names import Dim, Dtype, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,33 @@ def verifier_outputs(shape: VerifierShape, hidden_states: tuple[str, ...]) -> tu
             for hidden_state in hidden_states
         ),
         *in_place(verifier_state(shape)),
+    )
+
+
+def packed_inputs(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Inputs of the verifier's packed graph, from `verifier_inputs`.
+
+    It has one row for each node: those of sequence 0, then those of sequence 1, and so on. Only attention sees the
+    padded form [B, T], where T is the largest number of nodes of a sequence, and N is their sum. `packed_rows` is the
+    place b * T + t of each row in that form, for node t of sequence b. The mask has the padded form. Padding writes KV
+    rows after those of the nodes, so cache_len + T rows must fit. `output_rows` is in 0..N-1.
+    """
+    return (*_packed(inputs), TensorSpec(names.PACKED_ROWS, "int64", ("N",)))
+
+
+def packed_outputs(outputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Outputs of the verifier's packed graph, from `verifier_outputs`: logits and hidden states are packed."""
+    return _packed(outputs)
+
+
+def _packed(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    sizes: dict[Dim, Dim] = {"B": 1, "T": "N"}
+    rows = (names.TOKEN_IDS, names.POSITIONS, names.OUTPUT_ROWS, names.LOGITS)
+    return tuple(
+        replace(spec, shape=tuple(sizes.get(dim, dim) for dim in spec.shape))
+        if spec.name in rows or spec.name.startswith(names.hidden_states(""))
+        else spec
+        for spec in specs
     )
 
 

@@ -1,6 +1,6 @@
 """The portable graphs lowered to ONNX Runtime's CPU kernels, so that a row's bits depend on its own sequence only.
 
-redraft::TreeAttention        -> products and a softmax, any batch (`batch`)
+redraft::TreeAttention        -> products and a softmax, any batch (`batch`), of packed or padded rows (`rows`)
                                  com.microsoft.GroupQueryAttention, one sequence, rotation inside it (`single`)
 redraft::AddNoise             -> the hash in int32, skipped if no sequence of a call has noise
 Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
@@ -38,10 +38,29 @@ from redraft.engines.lowering.single import (
     fits_single,
 )
 from redraft.engines.manifest import GraphRecord
+from redraft.signatures import packed_inputs, packed_outputs
 
 
-def lower_batch(folder: Path, portable: GraphRecord, name: str = names.VERIFIER_BATCH) -> GraphRecord | None:
-    """Write `folder`/`name`.onnx, the lowered form of a decoder's graph `portable`, for any batch.
+def lower_packed(folder: Path, portable: GraphRecord) -> GraphRecord | None:
+    """Write `folder`/verifier.batch.onnx, the lowered form of the verifier's graph `portable`, for any batch.
+
+    Its rows are packed (`signatures.packed_inputs`), so its products compute no padding. Returns its record. Writes
+    nothing and returns None if the graph has no attention.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions:
+        return None
+    _pack(model.graph)
+    lowered = BatchAttention(model.graph, packed=True)
+    for node in attentions:
+        lowered.lower(node)
+    inputs, outputs = packed_inputs(portable.inputs), packed_outputs(portable.outputs)
+    return _save(model, folder, GraphRecord(f"{names.VERIFIER_BATCH}.onnx", inputs, outputs))
+
+
+def lower_batch(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, the lowered form of a drafter's graph `portable`, for any batch, with padded rows.
 
     Returns its record. Writes nothing and returns None if the graph has no attention.
     """
@@ -61,7 +80,7 @@ def lower_single(
 ) -> GraphRecord | None:
     """Write `folder`/verifier.single.onnx, the lowered form of its graph `portable`, for chains of one sequence.
 
-    exact: True if its logits equal those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
+    exact: True if its logits equal those of `lower_packed`, to the bit. Otherwise it is verifier.fast.onnx, which takes
     trees too and is faster for both.   name: of the file, for another decoder's graph.   chains: True if that graph
     takes no trees. Returns its record. Writes nothing and returns None if a layer does not fit the kernel.
     """
@@ -132,6 +151,30 @@ def _save(model: ir.Model, folder: Path, record: GraphRecord) -> GraphRecord:
 
 def _drop_input(graph: ir.Graph, name: str) -> None:
     graph.inputs.remove(next(value for value in graph.inputs if value.name == name))
+
+
+def _pack(graph: ir.Graph) -> None:
+    """Give a verifier's graph the inputs of packed rows, and packed shapes to all values of rows."""
+    for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
+        if value.shape is not None and not _is_padded(value):
+            value.shape = ir.Shape([1 if dim == "B" else "N" if dim == "T" else dim for dim in value.shape])
+    rows = ir.Value(name=names.PACKED_ROWS, shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.append(rows)
+    _pack_sizes(graph)
+
+
+def _is_padded(value: ir.Value) -> bool:
+    name = value.name or ""
+    return name in (names.TREE_MASK, names.CACHE_LEN) or names.is_cache(name)
+
+
+def _pack_sizes(graph: ir.Graph) -> None:
+    """Replace B by 1 for the nodes that reshape rows. The exporter takes B from any input, such as a KV buffer."""
+    one = Nodes(graph, "packed").constant([1])
+    for value in filter(_is_padded, graph.inputs):
+        for node in [use.node for use in value.uses() if use.node.op_type == "Shape"]:
+            if (node.attributes.get_int("start", 0), node.attributes.get_int("end", -1)) == (0, 1):
+                replace_nodes_and_values(graph, node, [node], [], node.outputs, [one])
 
 
 def _fix_batch(graph: ir.Graph) -> None:

@@ -1,4 +1,4 @@
-"""`redraft::TreeAttention` by products and a softmax, for any number of sequences.
+"""`redraft::TreeAttention` by products and a softmax, for any number of sequences with packed or padded rows (`rows`).
 
 The heads that share a key head are the rows of one product. The product packs keys once for all of them, and a single
 token gives several rows.
@@ -13,6 +13,7 @@ from onnx_ir.convenience import replace_nodes_and_values
 from redraft import names
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
 from redraft.engines.lowering.order import RowOrder
+from redraft.engines.lowering.rows import PackedRows, PaddedRows
 from redraft.engines.lowering.single import head_dim, packed_rotary
 
 _LARGEST_PART = 128
@@ -32,13 +33,14 @@ def block_keys(size: int) -> int:
 
 
 class BatchAttention:
-    """Lowers the attentions of one graph."""
+    """Lowers the attentions of one graph. packed: True if the graph has the verifier's packed inputs."""
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, packed: bool = False) -> None:
         self._graph = graph
         self._nodes = nodes = Nodes(graph, "batch")
         self._kv_len = nodes.inputs[names.KV_LEN]
-        self._order = RowOrder(nodes, self._kv_len)
+        self._rows: PackedRows | PaddedRows = PackedRows(nodes) if packed else PaddedRows(nodes)
+        self._order = RowOrder(nodes, self._kv_len, self._rows.positions)
         self._longer: dict[int, list[ir.Value]] = {}
 
     def lower(self, node: ir.Node) -> None:
@@ -59,9 +61,7 @@ class BatchAttention:
         summed = self._summed(shares, values, size)
         if groups > 1:
             summed = self._reshaped(summed, 0, q_heads, -1, size)
-        out = self._reshaped(make("Transpose", [summed], perm=[0, 2, 1, 3]), 0, 0, -1)
-        if groups == 1:
-            out = make("Slice", [out, self._ints(0), order.tokens, self._ints(1)])
+        out = self._rows.merge_heads(summed, q_heads, size, order.computed(groups))
         replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, keys, values])
 
     def _heads(self, node: ir.Node, q_heads: int, kv_heads: int) -> list[ir.Value]:
@@ -69,19 +69,14 @@ class BatchAttention:
 
         One node here rotates queries and keys that have no other reader.
         """
-        packed = packed_rotary(node)
-        if packed is None:
-            return [
-                self._by_head(value, heads)
-                for value, heads in zip(node.inputs[:3], (q_heads, kv_heads, kv_heads), strict=True)
-                if value is not None
-            ]
-        qkv, rotary = packed
-        plain, v = self._nodes.split(self._by_head(qkv, q_heads + 2 * kv_heads), 1, q_heads + kv_heads, kv_heads)
-        tables = [value for value in rotary.inputs[1:4] if value is not None]
-        interleaved = rotary.attributes.get_int("interleaved", 0)
-        turned = self._nodes.node("RotaryEmbedding", [plain, *tables], interleaved=interleaved)
-        return [*self._nodes.split(turned, 1, q_heads, kv_heads), v]
+        fused = packed_rotary(node)
+        if fused is not None:
+            return self._rows.rotate_heads(*fused, q_heads, kv_heads, head_dim(node))
+        return [
+            self._rows.split_heads(value, heads, head_dim(node))
+            for value, heads in zip(node.inputs[:3], (q_heads, kv_heads, kv_heads), strict=True)
+            if value is not None
+        ]
 
     def _written(self, cache: ir.Value, new: ir.Value) -> ir.Value:
         """Return the cache with the new rows [B, Hkv, T, D], written in place."""
@@ -160,10 +155,6 @@ class BatchAttention:
         shares = make("Softmax", [make("Concat", [column, scores], axis=3)], axis=-1)
         width = make("Shape", [shares], start=3)
         return self._reshaped(make("Slice", [shares, self._ints(1), width, self._ints(3)]), 0, kv_heads, -1, 0)
-
-    def _by_head(self, rows: ir.Value, heads: int) -> ir.Value:
-        """[B, T, H * D] -> [B, H, T, D]."""
-        return self._nodes.node("Transpose", [self._reshaped(rows, 0, 0, heads, -1)], perm=[0, 2, 1, 3])
 
     def _reshaped(self, value: ir.Value, *shape: int) -> ir.Value:
         return self._nodes.node("Reshape", [value, self._ints(*shape)])

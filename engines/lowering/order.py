@@ -60,13 +60,12 @@ class RowOrder:
     for each head that shares a key head. If g is 1, a single node is computed twice: U = 2 nodes, otherwise U = T.
     """
 
-    def __init__(self, nodes: Nodes, count: ir.Value) -> None:
-        """count: S, int64 [1]."""
+    def __init__(self, nodes: Nodes, count: ir.Value, positions: ir.Value) -> None:
+        """count: S, int64 [1].   positions: int64 [B, T]. Those of padding continue a chain, whose W is then 1."""
         self._nodes = nodes
         self._columns = Columns(nodes, count)
-        self._positions, self._past, mask = (
-            nodes.inputs[name] for name in (names.POSITIONS, names.CACHE_LEN, names.TREE_MASK)
-        )
+        self._positions = positions
+        self._past, mask = nodes.inputs[names.CACHE_LEN], nodes.inputs[names.TREE_MASK]
         self.tokens = nodes.node("Shape", [self._positions], start=1, end=2)
         """T, int64 [1]."""
         self._new = numbers(nodes, self.tokens)
@@ -74,6 +73,10 @@ class RowOrder:
         self._of: dict[int, ir.Value] = {}
         self._limits: dict[tuple[int, int, int], ir.Value] = {}
         self._of_heads: dict[tuple[int, int], list[ir.Value]] = {}
+
+    def computed(self, groups: int) -> ir.Value | None:
+        """Return the number of computed nodes, U: int64 [1]. None if it is T."""
+        return self._nodes.node("Shape", [self.node_of(1)]) if groups == 1 else None
 
     def node_of(self, groups: int) -> ir.Value:
         """Return the node of each row of a product, int64 [g * U]."""

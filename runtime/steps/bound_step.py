@@ -17,7 +17,6 @@ from redraft.runtime.sampling.sampler import OverTokens, accept, at_token
 from redraft.runtime.sampling.truncation import no_numbers
 from redraft.runtime.steps.interface import FeatureReader, Pending
 from redraft.runtime.trees.device_tree import DeviceTree, TreeStore
-from redraft.runtime.trees.tree import root_only
 from redraft.types import NOT_REACHED, FloatArray, IntArray, Outcome, Tree
 
 KV_RANK = 4
@@ -242,6 +241,10 @@ class BoundTreeStep(BoundStep):
     def seconds(self) -> float:
         return self._latest.seconds()
 
+    def tree_logits(self, trees: Sequence[Tree]) -> list[FloatArray]:
+        logits = self._host_logits()
+        return [rows[: len(tree)] for rows, tree in zip(logits, trees, strict=True)]
+
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """Return the outcomes. After a run of the first parts, the samplers choose the tokens here.
 
@@ -261,7 +264,7 @@ class BoundTreeStep(BoundStep):
                 outcomes.append(accept(tree, seq.sampler.sample_likeliest(target_token_ids[slot], tree, seq.tokens)))
             else:
                 logits = self._host_logits() if logits is None else logits
-                outcomes.append(seq.sampler.verify(logits[slot, : len(tree)], tree, seq.tokens))
+                outcomes.append(seq.verify(logits[slot, : len(tree)], tree))
         rows = np.tile(np.arange(self.width), (len(outcomes), 1))
         for row, outcome in zip(rows, outcomes, strict=True):
             row[1 : 1 + len(outcome.path)] = outcome.path
@@ -293,14 +296,12 @@ class BoundPrefill(BoundStep):
         device = buffers.device
         verifier = self._bind(names.VERIFIER)
         self._buffers[names.TREE_MASK].write(np.tri(width, dtype=np.bool_)[None])
-        self._over = self._root()
-        self._sample: Work | None = None
-        runs = [self.host_inputs.send, verifier, self._bind_accepting(self._over)]
+        runs = [self.host_inputs.send, verifier]
         if buffers.readers:
             path = device.empty("int64", 1, width)
             path.write(np.arange(width)[None])
             runs += self._gathering(path)
-        self.run = device.chain([*runs, self._accept_output.fetch])
+        self.run = device.chain(runs)
 
     def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
         """Set the inputs of the next run. Padding continues the chain."""
@@ -312,38 +313,6 @@ class BoundPrefill(BoundStep):
         values[names.KV_LEN][0] = start + self.width
         values[names.OUTPUT_ROWS][0, 0] = count - 1
         self._set_offsets(pending)
-
-    def outcome(self, seq: Request) -> Outcome:
-        temperature = seq.sampler.device_temperature
-        if temperature is None:
-            return seq.sampler.verify(self._host_logits()[0], root_only(seq.tokens[-1]), seq.tokens)
-        if temperature:
-            self._sampled(seq)
-        return self._accepted([seq], [1])[0]
-
-    def _sampled(self, seq: Request) -> None:
-        """Accept again, with the request's temperature and noise."""
-        device = self._shared.device
-        if self._sample is None:
-            self._over[names.NOISE_KEYS] = device.empty("int64", 1, 1, 2)
-            self._sample = device.chain([self._bind_sampling(self._over), self._accept_output.fetch])
-        self._set_temperatures([seq])
-        self._over[names.NOISE_KEYS].write(np.array([seq.noise.keys(len(seq.tokens), 1)]))
-        self._sample()
-        device.wait()
-
-    def _root(self) -> dict[str, Buffer]:
-        """Return inputs of the accepting graph: a tree of the root alone, with any token."""
-        empty = self._shared.device.empty
-        root: dict[str, Buffer] = {
-            names.TOKEN_IDS: empty("int64", 1, 1), names.PARENTS: empty("int64", 1, 1),
-            names.TREE_MASK: empty("bool", 1, 1, 1), names.NODES: empty("int64", 1), names.PATH: empty("int64", 1, 1),
-            names.ACCEPT_OUTPUT: empty("int64", 1, 3),
-        }  # fmt: skip
-        root[names.PARENTS].write(np.array([[-1]]))
-        root[names.TREE_MASK].write(np.array([[[True]]]))
-        root[names.NODES].write(np.array([1]))
-        return root
 
 
 def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Callable[[int, int, int], None]:

@@ -24,6 +24,8 @@ _TOKENS, _VARIED = 300, 16
 _APART = 4
 """Tokens from one single row or tree to the next, since each call of a large model takes long."""
 _ROW_COUNTS = (2, 3, 5, 8, 13)
+_STRIDE = 5
+"""Difference, modulo the nodes of a tree, between the sizes of chains in adjacent slots of a batch."""
 _BRANCHED = np.array([-1, 0, 0, 1, 2, 4, 4, 3, 6], dtype=np.int64)
 """A tree with the text on its path 0, 2, 4, 6, 8. Only the root has the row that it has in a chain."""
 _PATH = [0, 2, 4, 6, 8]
@@ -128,25 +130,29 @@ def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArr
     restore()
     for slot in range(1, verifier.max_num_seqs):
         verifier.move(0, slot, count)
-    for max_num_seqs in sorted(
-        {2, verifier.max_num_seqs} if verifier.max_num_seqs > 1 else ()
-    ):  # each size checks a slot of its own
+    most = min(verifier.max_num_seqs, verifier.most_rows // len(_BRANCHED))
+    for max_num_seqs in sorted({2, most} if verifier.max_num_seqs > 1 else ()):  # each size checks a slot of its own
         yield from _in_batches(verifier, max_num_seqs, text, other, last)
 
 
 def _in_batches(
     verifier: Verifier, max_num_seqs: int, text: IntArray, other: IntArray, last: FloatArray
 ) -> Iterator[tuple[str, FloatArray, FloatArray]]:
-    """Compare the end of the text in the last slot, in one call with slots that hold less of it."""
+    """Compare the end of the text in the last slot, in one call with slots that hold less of it.
+
+    Their chains have other sizes, so that the call is padded in different ways.
+    """
     start, shorter = len(text) - _VARIED, len(text) // 3
+    others = max_num_seqs - 1
     for name, tree, rows in (
         ("one token in a batch", chain(text[start : start + 1]), [0]),
         ("several tokens in a batch", chain(text[start : start + len(_PATH)]), range(len(_PATH))),
         ("a tree's branch in a batch", _tree(text[start:], other), _PATH),
     ):
         if exact_part(tree, start, verifier.branches, verifier.block_rows) is tree:
-            rest = chain(text[shorter : shorter + len(tree) % 4 + 1])
-            found = verifier.logits([rest] * (max_num_seqs - 1) + [tree], [shorter] * (max_num_seqs - 1) + [start])[-1]
+            sizes = [(len(tree) + _STRIDE * slot) % len(_BRANCHED) + 1 for slot in range(others)]
+            rest = [chain(text[shorter : shorter + size]) for size in sizes]
+            found = verifier.logits([*rest, tree], [shorter] * others + [start])[-1]
             yield name, found[list(rows)], last[: len(rows)]
 
 

@@ -43,7 +43,7 @@ class GraphSteps(Steps):
         super().__init__(MOST_STEPS, MOST_PREFILLS, device.wait)
         self._limits = limits
         slot_rows = names.kv_rows(limits.max_model_len)
-        rows = limits.max_num_seqs * slot_rows * shape.kv_heads * shape.head_dim
+        rows = limits.slots * slot_rows * shape.kv_heads * shape.head_dim
         caches = signatures.caches(shape)
         widest = names.TREE_WIDTHS[-1]
         nodes = (limits.max_num_seqs, widest)
@@ -55,7 +55,7 @@ class GraphSteps(Steps):
         device.expect(parts, GRAPHS)
         programs = {name: device.program(name) for name in GRAPHS}
         device.expect(parts)  # in addition to the engines' scratch memory, which is known once they are loaded
-        sizes = (limits.max_num_seqs, shape.kv_heads, slot_rows, shape.head_dim)
+        sizes = (limits.slots, shape.kv_heads, slot_rows, shape.head_dim)
         state = {
             spec.name: device.empty(spec.dtype, *sizes)
             for spec in programs[names.VERIFIER].inputs

@@ -1,7 +1,8 @@
 """Steps on the host: the host fills arrays, calls the engine, and does all other parts in NumPy.
 
-Calls have no padding, since eight rows take a sixth longer than six. Arrays of each set of sizes are reused, and so
-are masks of each tree shape.
+Calls have no padding, since eight rows take a sixth longer than six. The rows of all trees follow each other, and only
+the attention of a packed graph pads them (`redraft.signatures.packed_inputs`). Arrays of each set of sizes are reused,
+and so are masks of each tree shape.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -16,15 +19,17 @@ from redraft import names
 from redraft.engines.calls import Call, Calls, aligned
 from redraft.engines.device import Array, Buffer, Device, numpy_type, sized
 from redraft.engines.host_device import HostBuffer, HostDevice, aligned_zeros, array_of
-from redraft.engines.host_memory import LARGE_PAGE_BYTES
+from redraft.engines.host_memory import LARGE_PAGE_BYTES, give_back, use_small_pages
+from redraft.lru import LruCache
+from redraft.names import TensorSpec
 from redraft.runtime.requests.request import Request
-from redraft.runtime.steps.interface import Limits, LruCache, Pending, Steps
-from redraft.runtime.trees.tree import Layout, is_chain, layout, root_only
+from redraft.runtime.steps.interface import Limits, Pending, Steps
+from redraft.runtime.trees.tree import Layout, is_chain, layout
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, FloatArray, IntArray, Outcome, Tree
 
-MOST_STEPS = 128
-"""Most sizes of calls over trees that are stored for each slot. Their logits share memory."""
+MOST_STEPS = 256
+"""Most sizes of calls over trees that are stored. Their logits and hidden states share memory."""
 MOST_PREFILLS = 64
 """Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
 MOST_WIDTHS = 8
@@ -39,24 +44,27 @@ class HostSteps(Steps):
     """
 
     def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
-        super().__init__(MOST_STEPS * limits.max_num_seqs, MOST_WIDTHS)
+        super().__init__(MOST_STEPS, MOST_WIDTHS)
         self.hidden_states = hidden_states
         self._device = device
         self._layers = shape.layers
-        rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
+        rows = (limits.slots, shape.kv_heads, limits.max_model_len, shape.head_dim)
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that one copy moves a row of all layers.
         # It begins with a large page: a head's first rows would else take two of them.
         self.kv: Array = aligned_zeros((2 * shape.layers, *rows), numpy_type(shape.dtype), LARGE_PAGE_BYTES)
+        for layer in self.kv:  # with several slots, a large page for each head would take seconds and gigabytes
+            use_small_pages(layer[1:] if limits.max_num_seqs == 1 else layer)
         first_rows = self.kv[:, 0, :, 0]
         # The first rows of a slot take memory, large page by large page, while another core loads the engine.
         touching = threading.Thread(target=first_rows.fill, args=(0,))
         touching.start()
         self._engine = self._opened(names.VERIFIER)
         touching.join()
-        self._logits: FloatArray = np.empty(0, np.float32)
+        self._outputs: dict[str, FloatArray] = {}
         self._tree_engine = self._engine if _takes_trees(self._engine) else None
         self.branches = self._tree_engine is not None
         self.prefers_chains = not self.branches
+        self.packed = _is_packed(self._engine)
 
     def _opened(self, graph: str) -> Calls:
         engine = Calls(self._device.program(graph))
@@ -83,33 +91,45 @@ class HostSteps(Steps):
     def move(self, source: int, target: int, rows: int) -> None:
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
+    def release(self, slot: int) -> None:
+        for rows in self.kv[:, slot]:
+            give_back(rows)
+
     def host_kv(self) -> list[Array]:
         return list(self.kv)
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
-        width = max(map(len, trees))
-        width = max(width, -(-self.fewest_rows // len(trees)))
+        least = -(-self.fewest_rows // len(trees))
+        rows = [max(len(tree), least) for tree in trees]
+        width = max(rows)
         branched = self._tree_engine is not self._engine and not all(map(is_chain, trees))
-        key = (len(trees), width, branched)
-        step: HostStep = self._trees.get(key, lambda: self._made(*key))
-        return step
-
-    def _made(self, sequences: int, width: int, branched: bool) -> HostStep:
-        """Create a step."""
         engine = self._tree_engine if branched else self._engine
         assert engine is not None, "trees that branch need take_branches first"
-        sizes = _sizes(engine, sequences, width, width)
-        logits = {names.LOGITS: self._shared_logits(engine, sizes)}
-        return HostStep(self, engine.make(sizes, arrays=logits), width)
+        if not _is_packed(engine):
+            rows = [width] * len(rows)
+        key = (len(trees), sum(rows), width, branched)
+        step: HostStep = self._trees.get(key, lambda: self._made(engine, *key[:3]))
+        step.place(rows)
+        return step
 
-    def _shared_logits(self, engine: Calls, sizes: dict[str, int]) -> FloatArray:
-        """Return the logits of a step. All steps share their memory: 32 rows of a large vocabulary take 20 MB."""
-        (spec,) = (spec for spec in engine.outputs if spec.name == names.LOGITS)
-        shape = sized(spec.shape, sizes)
-        if self._logits.size < math.prod(shape):
+    def _made(self, engine: Calls, sequences: int, rows: int, width: int) -> HostStep:
+        """Create a step of so many rows in all, and at most `width` a sequence."""
+        per_call = rows if _is_packed(engine) else width
+        sizes = _sizes(engine, {"B": sequences, "T": width, "N": rows, "R": per_call})
+        shared = {
+            spec.name: self._shared(spec, sized(spec.shape, sizes)) for spec in engine.outputs if not spec.in_place_of
+        }
+        return HostStep(self, engine.make(sizes, arrays=shared), width)
+
+    def _shared(self, spec: TensorSpec, shape: tuple[int, ...]) -> FloatArray:
+        """Return an output of a step. All steps share its memory: 32 rows of a large vocabulary take 20 MB."""
+        size = math.prod(shape)
+        if spec.name not in self._outputs or self._outputs[spec.name].size < size:
             self._trees.clear()
-            self._logits = aligned(spec, {**sizes, "R": 1 << (sizes["R"] - 1).bit_length()}).reshape(-1)
-        return self._logits[: math.prod(shape)].reshape(shape)
+            rows = size // shape[-1]
+            capacity = (1 << (rows - 1).bit_length()) * shape[-1]
+            self._outputs[spec.name] = aligned(replace(spec, shape=(capacity,)), {})
+        return self._outputs[spec.name][:size].reshape(shape)
 
     def prefill(self, width: int, slot: int) -> HostPrefill:
         """Return the step for chunks of `width` tokens in a slot. The steps of all slots share arrays."""
@@ -120,44 +140,53 @@ class HostSteps(Steps):
 
 
 def _takes_trees(engine: Calls) -> bool:
-    return any(spec.name == names.TREE_MASK for spec in engine.inputs)
+    return _has(engine, names.TREE_MASK)
 
 
-def _sizes(engine: Calls, sequences: int, width: int, rows: int) -> dict[str, int]:
-    """Return the sizes of the symbols in an engine's graph. The graph for a single sequence has no B."""
+def _is_packed(engine: Calls) -> bool:
+    return _has(engine, names.PACKED_ROWS)
+
+
+def _has(engine: Calls, name: str) -> bool:
+    return any(spec.name == name for spec in engine.inputs)
+
+
+def _sizes(engine: Calls, sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes of the symbols in an engine's graph. The graph for a single sequence has no B, others no N."""
     symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
-    sizes = {"B": sequences, "T": width, "R": rows}
     return {symbol: size for symbol, size in sizes.items() if symbol in symbols}
 
 
 class _HostCall:
-    """The arrays of an engine's call, by purpose."""
+    """The arrays of an engine's call, by purpose. Rows of all sequences follow each other, N in all."""
 
     def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
         self.width = width
         self._steps = steps
-        inputs = call.inputs
-        self._ids: IntArray = inputs[names.TOKEN_IDS]  # [B, T]
-        self._positions: IntArray = inputs[names.POSITIONS]  # [B, T]
+        inputs, logits = call.inputs, call.outputs[names.LOGITS]
+        self._ids: IntArray = inputs[names.TOKEN_IDS].reshape(-1)  # [N]
+        self._positions: IntArray = inputs[names.POSITIONS].reshape(-1)  # [N]
+        self._packed_rows: IntArray | None = inputs.get(names.PACKED_ROWS)  # [N]
         self._mask: BoolArray | None = inputs.get(names.TREE_MASK)  # [B, T, T]
         self._cache_len: IntArray = inputs[names.CACHE_LEN]  # [B]
         self._kv_len: IntArray = inputs[names.KV_LEN]  # [1]
-        self._output_rows: IntArray = inputs[names.OUTPUT_ROWS]  # [B, R]
-        self.logits: Buffer = HostBuffer.of("float32", call.outputs[names.LOGITS])  # [B, R, V]
-        self._features: dict[str, FloatArray] = {  # [B, T, n]
-            state: call.outputs[names.hidden_states(state)] for state in steps.hidden_states
-        }
+        self._output_rows: IntArray = inputs[names.OUTPUT_ROWS]  # [B, R], of a packed graph [1, R]
+        self._logits: FloatArray = logits.reshape(-1, logits.shape[-1])  # [N or R, V]
+        self._features: dict[str, FloatArray] = {}  # [N, n]
+        for state in steps.hidden_states:
+            features = call.outputs[names.hidden_states(state)]
+            self._features[state] = features.reshape(-1, features.shape[-1])
         self._pending: Pending = ()
 
     def _gather(self, rows: Sequence[list[int] | slice], slots: range) -> None:
-        """Copy these feature rows of every sequence after the pending ones, for every reader."""
+        """Copy these feature rows, of the call, of every sequence after the pending ones, for every reader."""
         for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
             if offsets is None:
                 continue
             for state, buffer in reader.pending_features(slots).items():
                 features, pending = self._features[state], array_of(buffer)
                 for place, start in enumerate(offsets):
-                    taken = features[place, rows[place]]
+                    taken = features[rows[place]]
                     pending[place, start : start + len(taken)] = taken
 
 
@@ -167,15 +196,27 @@ class HostStep(_HostCall):
     def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
         super().__init__(steps, call, width)
         self._run = call.run
-        self._output_rows[:] = np.arange(width)
+        self._output_rows[:] = np.arange(self._output_rows.shape[1])
         self._padding = np.eye(width, dtype=np.bool_)
-        self._layouts: list[Layout | None] = [None] * len(self._ids)
+        self._layouts: list[Layout | None] = [None] * len(self._cache_len)
+        self._rows: list[int] = []
+
+    def place(self, rows: list[int]) -> None:
+        """Give each sequence so many rows from now on, N in all. A graph that is not packed has `width` for each."""
+        if rows == self._rows:
+            return
+        self._rows = rows
+        self._starts = [0, *accumulate(rows)][:-1]
+        if self._packed_rows is not None:
+            for slot, (start, count) in enumerate(zip(self._starts, rows, strict=True)):
+                first = slot * self.width
+                self._packed_rows[start : start + count] = np.arange(first, first + count)
 
     def fill(
         self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
     ) -> None:
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
-            self._place(slot, tree, rows)
+            self._place_tree(slot, tree, rows)
         self._kv_len[0] = max(cache_len) + self.width
         self._pending = pending
 
@@ -185,17 +226,23 @@ class HostStep(_HostCall):
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """Return the samplers' outcomes, after compacting the accepted rows and gathering features."""
-        logits = array_of(self.logits)
         outcomes = []
-        for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-            outcome = seq.sampler.verify(logits[slot, : len(tree)], tree, seq.tokens)
+        for slot, (seq, tree, logits) in enumerate(zip(batch, trees, self.tree_logits(trees), strict=True)):
+            outcome = seq.verify(logits, tree)
             if outcome.path:
                 self._compact(slot, outcome.path)
             outcomes.append(outcome)
         if self._pending:
-            rows = [[0, *outcome.path] if outcome.path else slice(1) for outcome in outcomes]
+            rows = [
+                [start, *(start + node for node in outcome.path)] if outcome.path else slice(start, start + 1)
+                for start, outcome in zip(self._starts, outcomes, strict=True)
+            ]
             self._gather(rows, range(len(outcomes)))
         return outcomes
+
+    def tree_logits(self, trees: Sequence[Tree]) -> list[FloatArray]:
+        """Return the rows of each tree. The next call of any step overwrites them."""
+        return [self._logits[start : start + len(tree)] for start, tree in zip(self._starts, trees, strict=True)]
 
     def seconds(self) -> float:
         """Return 0: the host is not asynchronous."""
@@ -210,16 +257,16 @@ class HostStep(_HostCall):
             rows = self._steps.kv[:, slot, :, int(self._cache_len[slot]) :]  # [2 layers, H_kv, C - cache_len, D]
             rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
 
-    def _place(self, slot: int, tree: Tree, cache_len: int) -> None:
+    def _place_tree(self, slot: int, tree: Tree, cache_len: int) -> None:
         """Write a tree to `slot`. Rows after its nodes are padding with a chain's positions."""
-        nodes = len(tree.tokens)
+        nodes, start, rows = len(tree.tokens), self._starts[slot], self._rows[slot]
         shape = layout(tree.parents)
-        self._ids[slot, :nodes] = tree.tokens
+        self._ids[start : start + nodes] = tree.tokens
         self._cache_len[slot] = cache_len
-        np.add(shape.depths, cache_len, out=self._positions[slot, :nodes])
-        if nodes < self.width:
-            self._ids[slot, nodes:] = 0
-            self._positions[slot, nodes:] = np.arange(cache_len + nodes, cache_len + self.width)
+        np.add(shape.depths, cache_len, out=self._positions[start : start + nodes])
+        if nodes < rows:
+            self._ids[start + nodes : start + rows] = 0
+            self._positions[start + nodes : start + rows] = np.arange(cache_len + nodes, cache_len + rows)
         if self._layouts[slot] is not shape:
             self._layouts[slot] = shape
             if self._mask is not None:
@@ -232,10 +279,13 @@ class HostPrefill(_HostCall):
 
     def __init__(self, steps: HostSteps, engine: Calls, width: int, rows: int) -> None:
         self._engine = engine
-        self._sizes = _sizes(engine, 1, width, rows)
+        self._sizes = _sizes(engine, {"B": 1, "T": width, "N": width, "R": rows})
         self._call = engine.make(self._sizes)
         self._calls: LruCache[int, Call] = LruCache(MOST_PREFILLS)
         super().__init__(steps, self._call, width)
+        self.logits: Buffer = HostBuffer.of("float32", self._call.outputs[names.LOGITS])  # [1, R, V]
+        if self._packed_rows is not None:
+            self._packed_rows[:] = np.arange(width)
         if self._mask is not None:
             self._mask[0] = np.tri(width, dtype=np.bool_)
 
@@ -246,9 +296,9 @@ class HostPrefill(_HostCall):
 
     def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
         """Set the inputs of the next run. Padding continues the chain, so no valid row sees it."""
-        self._ids[0, : len(tokens)] = tokens
-        self._ids[0, len(tokens) :] = 0
-        self._positions[0] = np.arange(start, start + self.width)
+        self._ids[: len(tokens)] = tokens
+        self._ids[len(tokens) :] = 0
+        self._positions[:] = np.arange(start, start + self.width)
         self._cache_len[0] = start
         self._output_rows[0] = len(tokens) - 1
         self._kv_len[0] = start + self.width
@@ -258,6 +308,3 @@ class HostPrefill(_HostCall):
     def run(self) -> None:
         self._call.run()
         self._gather([slice(self._chunk)], range(self._slot, self._slot + 1))
-
-    def outcome(self, seq: Request) -> Outcome:
-        return seq.sampler.verify(array_of(self.logits)[0], root_only(seq.tokens[-1]), seq.tokens)

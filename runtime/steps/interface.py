@@ -3,57 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from redraft.engines.device import Array, Buffer
+from redraft.lru import LruCache
 from redraft.runtime.requests.request import Request
 from redraft.runtime.trees.device_tree import TreeStore
-from redraft.types import IntArray, Outcome, Tree
+from redraft.types import FloatArray, IntArray, Outcome, Tree
 
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 Pending = Sequence[Sequence[int] | None]
 """Rows that are already pending, by reader and sequence; None if a reader reads nothing."""
 
 
 class Limits(NamedTuple):
-    """Most sequences, most tokens of a sequence, and most nodes, root included, of a tree and of a drafted one."""
+    """Slots, most sequences of a call and tokens of one, most nodes, root included, of a tree and of a drafted one."""
 
+    slots: int
     max_num_seqs: int
     max_model_len: int
     largest_tree: int
     drafted_tree: int
-
-
-class LruCache(Generic[K, V]):
-    """At most `most` values. It calls `before_drop` before it drops a value, which a device may still be using."""
-
-    def __init__(self, most: int, before_drop: Callable[[], None] = lambda: None) -> None:
-        self._most = most
-        self._before_drop = before_drop
-        self._values: OrderedDict[K, V] = OrderedDict()  # the least recently used first
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value, which becomes the most recently used. If the cache lacks it, `make` creates it.
-
-        A full cache drops the least recently used value.
-        """
-        value = self._values.get(key)
-        if value is not None:
-            self._values.move_to_end(key)
-            return value
-        value = make()
-        while len(self._values) >= self._most:
-            self._before_drop()
-            del self._values[next(iter(self._values))]
-        self._values[key] = value
-        return value
-
-    def clear(self) -> None:
-        """Drop all values."""
-        self._values.clear()
 
 
 class FeatureReader(Protocol):
@@ -93,22 +63,18 @@ class TreeStep(Protocol):
     def seconds(self) -> float:
         """Return the seconds of the latest run on an asynchronous device, after waiting for it; otherwise 0."""
 
-    @property
-    def logits(self) -> Buffer:
-        """Logits [B, R, V] of the latest call."""
+    def tree_logits(self, trees: Sequence[Tree]) -> list[FloatArray]:
+        """Return logits [nodes, V] of each tree of the latest call on the host, where the next call overwrites them."""
 
 
 class PrefillStep(Protocol):
-    """A chunk of a prompt in one slot, of one width. It returns the logits of the chunk's last token."""
+    """A chunk of a prompt in one slot, of one width. It computes the logits of the chunk's last token."""
 
     def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
         """Set the inputs of the next run: tokens from position `start` on, and pending rows by reader."""
 
     def run(self) -> None:
         """Run the engine and gather features."""
-
-    def outcome(self, seq: Request) -> Outcome:
-        """Return the outcome of the sampler of `seq` after the chunk. Call it after waiting for the device."""
 
     @property
     def logits(self) -> Buffer:
@@ -122,12 +88,14 @@ class Steps(ABC):
                     (`redraft.runtime.steps.exactness`).
     branches:       True if the steps accept trees that branch.
     prefers_chains: True if branching trees need another engine. A method without engines of its own then drafts chains.
+    packed:         True if a call computes the nodes of all trees; False if it pads them to the size of the largest.
     store:          drafted trees on the device; None if drafters copy their trees to the host.
     """
 
     fewest_rows = 1
     branches = True
     prefers_chains = False
+    packed = False
     store: TreeStore | None = None
 
     def __init__(self, most_trees: int, most_prefills: int, before_drop: Callable[[], None] = lambda: None) -> None:
@@ -146,6 +114,9 @@ class Steps(ABC):
     @abstractmethod
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy at least the first `rows` rows of slot `source` to slot `target`."""
+
+    def release(self, slot: int) -> None:  # noqa: B027 (only some devices can)
+        """Give the memory of a slot's rows back, if the device can."""
 
     @abstractmethod
     def host_kv(self) -> list[Array]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,10 +22,10 @@ from redraft.engines.device import Device
 from redraft.runtime.observe.metrics import Clock
 from redraft.runtime.observe.profiling import WAIT, StageTimers
 from redraft.runtime.params import SamplingParams
-from redraft.runtime.requests.request import Request
+from redraft.runtime.requests.request import Request, drafting
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.noise import draft_noise
-from redraft.runtime.steps.interface import FeatureReader, Limits, PrefillStep, Steps, TreeStep
+from redraft.runtime.steps.interface import FeatureReader, Limits, Steps
 from redraft.runtime.trees.device_tree import calls_of
 from redraft.runtime.trees.tree import chain
 from redraft.signatures import VerifierShape
@@ -42,18 +42,19 @@ WARM_SLOTS = 8
 class Verifier:
     """The verifier of one bundle on one device. Only one thread may use it.
 
-    `max_model_len` is the number of rows of a slot, `max_num_seqs` the largest batch, `vocabulary` the number of token
-    ids. Drafters and cycle share `ranges` and its `clock`.
+    `slots` is the number of sequences whose rows it holds, `max_model_len` the number of rows of a slot, `max_num_seqs`
+    the largest batch, `vocabulary` the number of token ids. Drafters and cycle share `ranges` and its `clock`.
     """
 
     def __init__(  # noqa: PLR0913 - limits of a runtime
         self, device: Device, shape: VerifierShape, max_model_len: int, max_num_seqs: int = 1,
-        hidden_states: tuple[str, ...] = (), largest_tree: int = sys.maxsize, drafted_tree: int = 1,
+        hidden_states: tuple[str, ...] = (), largest_tree: int = sys.maxsize, drafted_tree: int = 1, slots: int = 0,
     ) -> None:  # fmt: skip
         """Load the verifier's programs. Raises BundleError, and BackendError if they do not fit the device.
 
         largest_tree: most nodes of a tree in one call, root included; `max_model_len` is a further limit.
         drafted_tree: nodes of the largest tree, root included, that a drafter leaves on the device.
+        slots: sequences whose rows it holds, at least `max_num_seqs` and by default as many.
         """
         from redraft.runtime.steps.graph_steps import GraphSteps
         from redraft.runtime.steps.host_step import HostSteps
@@ -63,14 +64,26 @@ class Verifier:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.vocabulary = shape.vocabulary
+        self._positions = shape.max_positions
         self.block_rows = device.block_rows
         self.clock = Clock()
         self.ranges = StageTimers(self.clock)
         kind = GraphSteps if device.step_graphs else HostSteps
         self.largest_tree = largest_tree
-        limits = Limits(max_num_seqs, max_model_len, largest_tree, min(drafted_tree, largest_tree))
+        self.slots = max(slots, max_num_seqs)
+        limits = Limits(self.slots, max_num_seqs, max_model_len, largest_tree, min(drafted_tree, largest_tree))
         self.steps: Steps = kind(device, shape, hidden_states, limits)
         self._warm = False
+
+    @property
+    def packed(self) -> bool:
+        """True if a call's products compute the nodes of all trees, without padding."""
+        return self.steps.packed
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a packed call, at most: the kernels of rotations refuse more than the model has positions."""
+        return self._positions if self.packed else sys.maxsize
 
     @property
     def branches(self) -> bool:
@@ -113,7 +126,6 @@ class Verifier:
                     step.fill(np.zeros(width, np.int64), 0, [[0]] * len(self.steps.readers))
                     step.run()
                     self.device.wait()
-                    step.outcome(sampled())
 
     def _warm_trees(self, sequences: int) -> None:
         """Run a step of every width twice for greedy requests, and twice for sampled ones."""
@@ -137,10 +149,10 @@ class Verifier:
         made: all trees of this step's drafter calls, whose time on the device does not count as verification.
         """
         stage = self.ranges.stage
-        cache_len = [seq.cache_len for seq in batch]
+        cache_len = [seq.num_computed_tokens for seq in batch]
         slots = range(len(batch))
         most = max(map(len, trees))
-        pending = [reader.pending(batch, most, slots) for reader in self.steps.readers]
+        pending = [_pending(reader, batch, most, slots) for reader in self.steps.readers]
         whole = self._waits and all([seq.sampler.device_temperature is not None for seq in batch])
         with stage("fill"):
             step = self.steps.tree(trees, cache_len)
@@ -161,39 +173,26 @@ class Verifier:
                 self.ranges.waited_for(call.stage, call.work.seconds(), own)
         return outcomes
 
-    def prefill(self, seq: Request, slot: int) -> Iterator[tuple[int, int]]:
-        """Compute the prompt of `seq` in an unused slot, chunk by chunk.
-
-        Yields each chunk's first position and number of tokens. `first_outcome` then verifies the last position.
-        """
-        slots = range(slot, slot + 1)
-        prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
+    def compute(self, request: Request, start: int, tokens: int) -> None:
+        """Compute rows of a request in its slot: `tokens` of them from position `start` on, at most PREFILL_CHUNK."""
+        slots = range(request.slot, request.slot + 1)
         multiple = PREFILL_STEP if self.device.step_graphs else 1
-        for start in range(0, len(prompt), PREFILL_CHUNK):
-            chunk = prompt[start : start + PREFILL_CHUNK]
-            rows = max(len(chunk), self.steps.fewest_rows)
-            width = min(-(-rows // multiple) * multiple, self.max_model_len - start)
-            step = self.steps.prefill(width, slot)
-            self._latest = slot, step
-            step.fill(chunk, start, [reader.pending([seq], width, slots) for reader in self.steps.readers])
-            with self.ranges.stage("prefill"):
-                step.run()
-            yield start, len(chunk)
-
-    def first_outcome(self, seq: Request, slot: int) -> Outcome:
-        """Return the outcome after the prompt that was just computed in this slot.
-
-        Raises ValueError if another slot's prompt was computed later.
-        """
-        latest, step = self._latest
-        if latest != slot:
-            raise ValueError(f"the prompt in slot {latest} was computed last, not that in slot {slot}")
-        self.device.wait()
-        return step.outcome(seq)
+        rows = max(tokens, self.steps.fewest_rows)
+        width = min(-(-rows // multiple) * multiple, self.max_model_len - start)
+        step = self.steps.prefill(width, request.slot)
+        chunk = np.array(request.tokens[start : start + tokens], np.int64)
+        step.fill(chunk, start, [_pending(reader, [request], width, slots) for reader in self.steps.readers])
+        with self.ranges.call(names.VERIFIER):
+            step.run()
+            self.device.wait()
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy at least the first `rows` rows of slot `source` to slot `target`."""
         self.steps.move(source, target, rows)
+
+    def release(self, slot: int) -> None:
+        """Give the memory of a slot's rows back to the machine, if the device can. Nobody may read them again."""
+        self.steps.release(slot)
 
     def measure_ms(self, sequences: int, nodes: int, kv_len: int) -> float:
         """Return milliseconds of a call over `sequences` chains of `nodes` nodes after `kv_len` rows.
@@ -216,7 +215,7 @@ class Verifier:
         step.fill(cache_lens, trees, [None] * len(self.steps.readers))
         step.run(False)
         self.device.wait()
-        return [logits[: len(tree)].copy() for logits, tree in zip(logits_of(step), trees, strict=False)]
+        return [logits.copy() for logits in step.tree_logits(trees)]
 
     def chunk_logits(self, tokens: IntArray, start: int, width: int) -> FloatArray:
         """Return logits [1, V] after part of a prompt, computed as in `prefill`."""
@@ -224,18 +223,26 @@ class Verifier:
         step.fill(tokens, start, [None] * len(self.steps.readers))
         step.run()
         self.device.wait()
-        return logits_of(step)[0, :1].copy()
+        return step.logits.read()[0, :1]
 
 
 def open_verifier(
     bundle: Bundle, device: Device, max_num_seqs: int = 1, max_model_len: int | None = None,
-    largest_tree: int = sys.maxsize,
+    largest_tree: int = sys.maxsize, slots: int = 0,
 ) -> Verifier:  # fmt: skip
     """Open the bundle's verifier on a device, with rows for the model's context or for `max_model_len` tokens."""
     manifest = bundle.manifest
     rows = max_model_len or manifest.max_model_len
     drafted_tree = 1 + max([drafter.limits.nodes for drafter in manifest.drafters.values()], default=0)
-    return Verifier(device, manifest.shape, rows, max_num_seqs, manifest.hidden_states, largest_tree, drafted_tree)
+    states = manifest.hidden_states
+    return Verifier(device, manifest.shape, rows, max_num_seqs, states, largest_tree, drafted_tree, slots)
+
+
+def _pending(reader: FeatureReader, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
+    """Return what `FeatureReader.pending` does. If it fails, the requests that it reads for go on without drafts."""
+    with drafting(*[request for request in batch if reader in request.drafting]):
+        return reader.pending(batch, rows, slots)
+    return None
 
 
 def blank(nodes: int) -> Tree:
@@ -247,9 +254,3 @@ def sampled() -> Request:
     """Return a request with a temperature."""
     params = SamplingParams(temperature=1.0)
     return Request([0], 1, 1, frozenset(), make_sampler(params), noise=draft_noise(params))
-
-
-def logits_of(step: TreeStep | PrefillStep) -> FloatArray:
-    """Return logits [B, R, V] on the host: the buffer's own array, or a copy from the device."""
-    buffer = step.logits
-    return buffer.host if buffer.host is not None else buffer.read()

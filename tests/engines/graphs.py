@@ -18,7 +18,10 @@ _TYPES = {"int64": TensorProto.INT64, "bool": TensorProto.BOOL, "float32": Tenso
 
 @dataclass(frozen=True)
 class Decoder:
-    """Sizes and features of a random decoder. `mlp` is the width of the feed-forward layer."""
+    """Sizes and features of a random decoder. `mlp` is the width of the feed-forward layer.
+
+    sizes_of_inputs: True if it reshapes rows by the sizes of other inputs, as exported graphs may.
+    """
 
     layers: int = 2
     q_heads: int = 4
@@ -36,6 +39,7 @@ class Decoder:
     swish: bool = False
     biased_norm: bool = False
     sinks: bool = False
+    sizes_of_inputs: bool = False
     seed: int = 0
 
     @property
@@ -97,6 +101,10 @@ def verifier_model(decoder: Decoder) -> onnx.ModelProto:
     graph.constant("cos", np.cos(angles))
     graph.constant("sin", np.sin(angles))
     x = graph.node("Gather", graph.weight("embed", d.vocabulary, d.hidden), names.TOKEN_IDS)
+    if d.sizes_of_inputs:
+        sequences = graph.node("Shape", names.value_cache(0), start=0, end=1)
+        tokens = graph.node("Shape", names.POSITIONS, start=1)
+        x = graph.node("Reshape", x, graph.node("Concat", sequences, tokens, graph.ints(d.hidden), axis=0))
     for layer in range(d.layers):
         x = _layer(graph, d, layer, x)
     last = graph.norm(x, "norm", d.hidden, names.hidden_states("last"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from redraft import names
 from redraft.engines import host_memory, open_calls
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.host_device import aligned_zeros
-from redraft.engines.host_memory import LARGE_PAGE_BYTES, _added, _anonymous, available_bytes, huge_pages
+from redraft.engines.host_memory import (
+    LARGE_PAGE_BYTES,
+    _added,
+    _anonymous,
+    available_bytes,
+    give_back,
+    huge_pages,
+    use_small_pages,
+)
 from redraft.errors import BackendError
 
 
@@ -123,3 +132,30 @@ def test_content_survives() -> None:
         assert not array.any()
         array[:] = expected
     np.testing.assert_array_equal(array, expected)
+
+
+MEGABYTE = 1 << 20
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_an_array_in_small_pages_takes_what_is_written() -> None:
+    """A byte in every two megabytes. NumPy asks for large pages, which some systems give."""
+    array = np.zeros(256 * MEGABYTE, np.uint8)
+    use_small_pages(array)
+    before = resident()
+    array[:: 2 * MEGABYTE] = 1
+    assert resident() - before < 8 * MEGABYTE
+
+
+def test_memory_that_is_given_back_is_free_and_reads_as_zeros() -> None:
+    array = np.zeros(64 * MEGABYTE, np.uint8)
+    array[:] = 7
+    before = resident()
+    give_back(array[MEGABYTE:])
+    assert before - resident() > 48 * MEGABYTE
+    assert array[0] == 7
+    assert array[2 * MEGABYTE : -MEGABYTE].max() == 0

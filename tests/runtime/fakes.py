@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from redraft import names, signatures
 from redraft.engines.device import Buffer, Run, check_bindings
+from redraft.engines.drafters import single_sequence
 from redraft.engines.host_device import array_of
-from redraft.names import TensorSpec
 from redraft.runtime import Runtime, SamplingParams, api
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
 from redraft.runtime.loop import speculation
@@ -59,14 +59,28 @@ def script(text: bytes | list[int], prompt_length: int) -> Rule:
 
 
 class FakeEngine:
-    """The toy verifier as a `redraft.engines.device.Program`. `single` fixes B at 1, as one graph does."""
+    """The toy verifier as a `redraft.engines.device.Program`, with the signature of the graph for batches.
 
-    def __init__(self, rule: Rule = mixing_rule, hidden_states: tuple[str, ...] = (), single: bool = False) -> None:
-        drop = {"B": 1} if single else {}
-        self.inputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_inputs(SHAPE))
-        self.outputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_outputs(SHAPE, hidden_states))
+    single: with that of the graph for one sequence, which fixes B at 1.   padded: with that of the portable graph.
+    sizes, rows: B and T, and the rows that products compute, of each call.
+    """
+
+    def __init__(
+        self, rule: Rule = mixing_rule, hidden_states: tuple[str, ...] = (), single: bool = False, padded: bool = False
+    ) -> None:
+        inputs, outputs = signatures.verifier_inputs(SHAPE), signatures.verifier_outputs(SHAPE, hidden_states)
+        self.packed = not (single or padded)
+        if self.packed:
+            inputs, outputs = signatures.packed_inputs(inputs), signatures.packed_outputs(outputs)
+        elif single:
+            inputs, outputs = single_sequence(inputs), single_sequence(outputs)
+        self.inputs, self.outputs = inputs, outputs
         self.rule = rule
         self.sizes: list[tuple[int, int]] = []
+        self.rows: list[int] = []
+
+    def fail(self) -> None:
+        """Raise an error if this call should fail."""
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
         """Bind the fake to arrays."""
@@ -95,10 +109,10 @@ class FakeHost:
 
 
 def fake_verifier(
-    engine: FakeEngine, max_model_len: int, max_num_seqs: int = 1, hidden_states: tuple[str, ...] = ()
+    engine: FakeEngine, max_model_len: int, max_num_seqs: int = 1, hidden_states: tuple[str, ...] = (), slots: int = 0
 ) -> Verifier:
     """Return a verifier over a fake."""
-    return Verifier(FakeHost(engine), SHAPE, max_model_len, max_num_seqs, hidden_states)
+    return Verifier(FakeHost(engine), SHAPE, max_model_len, max_num_seqs, hidden_states, slots=slots)
 
 
 def engine_of(verifier: Verifier) -> FakeEngine:
@@ -119,30 +133,51 @@ class FakeCall:
     def run(self) -> None:
         """Raise AssertionError for inputs that a graph's contract forbids, then compute every output row."""
         inputs = self.inputs
-        batch, width = inputs[names.TOKEN_IDS].shape
+        batch, width, _ = inputs[names.TREE_MASK].shape
+        places, ids = self._places(batch, width), inputs[names.TOKEN_IDS].reshape(-1)
         self.engine.sizes.append((batch, width))
+        self.engine.rows.append(len(places))
         past = inputs[names.CACHE_LEN]
         assert inputs[names.KV_LEN][0] == past.max() + width
-        for b in range(batch):
-            rows = self._write(b, int(past[b]))
-            for row, node in enumerate(inputs[names.OUTPUT_ROWS][b].tolist()):
-                answer = self._answer(rows, b, int(past[b]), node)
-                self.outputs[names.LOGITS][b, row] = 0 if answer != NO_NUMBERS else np.nan
-                self.outputs[names.LOGITS][b, row, answer] += 2.0
-            for name, features in self.outputs.items():
-                if name.startswith("hidden_states."):
-                    features[b] = inputs[names.TOKEN_IDS][b][:, None]
+        padded_ids = np.full(batch * width, ids[0])
+        positions = (past[:, None] + np.arange(width)).reshape(-1)
+        padded_ids[places], positions[places] = ids, inputs[names.POSITIONS].reshape(-1)
+        new = np.stack([padded_ids, positions], axis=1).reshape(batch, width, 2)
+        rows = [self._write(b, int(past[b]), new[b]) for b in range(batch)]
+        self.engine.fail()
+        wanted = inputs[names.OUTPUT_ROWS]
+        starts = 0 if self.engine.packed else width * np.arange(batch)[:, None]
+        logits = self.outputs[names.LOGITS].reshape(-1, VOCABULARY)
+        for row, place in enumerate(places[(wanted + starts).reshape(-1)].tolist()):
+            b, node = divmod(place, width)
+            answer = self._answer(rows[b], b, int(past[b]), node)
+            logits[row] = 0 if answer != NO_NUMBERS else np.nan
+            logits[row, answer] += 2.0
+        for name, features in self.outputs.items():
+            if name.startswith("hidden_states."):
+                features.reshape(len(ids), -1)[:] = ids[:, None]
 
-    def _write(self, b: int, past: int) -> np.ndarray:
-        """Write this call's rows to every layer. Returns all valid rows as (token, position), equal in all layers."""
-        ids, positions = self.inputs[names.TOKEN_IDS][b], self.inputs[names.POSITIONS][b]
-        kv_len = past + len(ids)
+    def _places(self, batch: int, width: int) -> np.ndarray:
+        """Return the place of each row in the padded form. Every sequence has its first nodes there, in order."""
+        if not self.engine.packed:
+            return np.arange(batch * width)
+        places = self.inputs[names.PACKED_ROWS]
+        counts = np.bincount(places // width, minlength=batch)
+        assert len(counts) == batch
+        assert counts.min() >= 1, "a sequence has no row"
+        expected = np.concatenate([b * width + np.arange(count) for b, count in enumerate(counts)])
+        assert (places == expected).all(), "rows are not packed in order"
+        return places
+
+    def _write(self, b: int, past: int, new: np.ndarray) -> np.ndarray:
+        """Write this call's rows [T, 2] to every layer. Returns all valid rows as (token, position)."""
+        kv_len = past + len(new)
         views = []
         for number, buffer in enumerate(self.caches):
             assert kv_len <= buffer.shape[2], "rows past the capacity"
-            buffer[b, :, past:kv_len, 0] = ids + 1000 * number
-            buffer[b, :, past:kv_len, 1] = positions
-            views.append(buffer[b, :, :kv_len] - [1000 * number, 0])
+            of_layer = np.array([1000 * number, 0])
+            buffer[b, :, past:kv_len] = new + of_layer
+            views.append(buffer[b, :, :kv_len] - of_layer)
         assert (np.stack(views) == views[0][0]).all(), "layers or heads disagree"
         return views[0][0].astype(int)
 
@@ -155,10 +190,6 @@ class FakeCall:
         seen = seen[np.argsort(seen[:, 1], kind="stable")]
         assert (seen[:, 1] == np.arange(len(seen))).all(), "positions are not those of one path"
         return self.engine.rule(seen[:, 0].tolist())
-
-
-def _fixed(spec: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
-    return TensorSpec(spec.name, spec.dtype, tuple(sizes.get(dim, dim) for dim in spec.shape), spec.in_place_of)
 
 
 NO_NUMBERS = -1

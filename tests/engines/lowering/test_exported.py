@@ -11,7 +11,7 @@ from redraft import names, signatures
 from redraft.config import BuildConfig
 from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
-from redraft.engines.lowering import lower_batch, lower_single
+from redraft.engines.lowering import lower_packed, lower_single
 from redraft.engines.manifest import GraphRecord
 from redraft.export.checkpoint.safetensors import Checkpoint
 from tests.engines.bundles import manifest_of
@@ -30,7 +30,7 @@ def test_exported_architectures_lower_and_agree(architecture, tmp_path):
     portable = GraphRecord(
         exported.graph, signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, exported.hidden_states)
     )
-    single, batch = lower_single(tmp_path, portable), lower_batch(tmp_path, portable)
+    single, batch = lower_single(tmp_path, portable), lower_packed(tmp_path, portable)
     assert single is not None
     assert batch is not None
     graphs = {names.VERIFIER: portable, names.VERIFIER_BATCH: batch, names.VERIFIER_SINGLE: single}

@@ -12,7 +12,7 @@ import pytest
 from redraft import names
 from redraft.engines import Calls, open_calls
 from redraft.engines.bundle import Bundle
-from redraft.engines.lowering import lower_batch, lower_single
+from redraft.engines.lowering import lower_packed, lower_single
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
 
@@ -27,6 +27,7 @@ DECODERS = {
     "q/k norm": Decoder(qk_norm=True),
     "windows": Decoder(windows=(0, 5)),
     "one window": Decoder(windows=(4, 4)),
+    "sizes of inputs": Decoder(sizes_of_inputs=True),
     "around attention": Decoder(qkv_bias=True, swish=True, biased_norm=True, hidden_states=("last", "0", "1")),
 }
 LARGE = {
@@ -45,7 +46,7 @@ def lowered(decoder: Decoder, folder) -> Bundle:
     save_verifier(decoder, folder)
     manifest = manifest_of(decoder)
     portable = manifest.graphs[names.VERIFIER]
-    made = (lower_batch(folder, portable), lower_single(folder, portable), lower_single(folder, portable, exact=False))
+    made = (lower_packed(folder, portable), lower_single(folder, portable), lower_single(folder, portable, exact=False))
     forms = {name: record for name, record in zip(FORMS, made, strict=True) if record}
     return Bundle(folder, replace(manifest, graphs={**manifest.graphs, **forms}))
 
@@ -73,8 +74,9 @@ def run(engine: Calls, decoder: Decoder, nodes: int, past: int, chain: bool = Fa
             caches[spec.name] = random.standard_normal(shape).astype(np.float32)
             caches[spec.name][:, :, past:] = 1e30
             engine.bind(spec.name, caches[spec.name])
-    batch = {"B": 1} if engine.inputs[0].shape[0] == "B" else {}
-    call = engine.prepare(T=nodes, R=nodes, **batch)
+    symbols = {dim for spec in engine.inputs for dim in spec.shape}
+    sizes = {"B": 1, "T": nodes, "N": nodes, "R": nodes}
+    call = engine.prepare(**{symbol: size for symbol, size in sizes.items() if symbol in symbols})
     depths, mask = random_tree(nodes, random)
     if chain:
         depths, mask = np.arange(nodes), np.tri(nodes, dtype=bool)
@@ -82,6 +84,8 @@ def run(engine: Calls, decoder: Decoder, nodes: int, past: int, chain: bool = Fa
     call.inputs[names.POSITIONS][:] = past + depths
     if names.TREE_MASK in call.inputs:
         call.inputs[names.TREE_MASK][:] = mask
+    if names.PACKED_ROWS in call.inputs:
+        call.inputs[names.PACKED_ROWS][:] = np.arange(nodes)
     call.inputs[names.CACHE_LEN][:] = past
     call.inputs[names.KV_LEN][:] = past + nodes
     call.inputs[names.OUTPUT_ROWS][:] = random.permutation(nodes)
@@ -132,7 +136,10 @@ def test_a_layer_of_the_graph_for_batches_rotates_once_and_moves_only_new_column
     lowered(decoder, tmp_path)
     found = operators(tmp_path / "verifier.batch.onnx")
     assert found["RotaryEmbedding"] == decoder.layers
-    assert found["Split"] == 3 * decoder.layers  # keys and values, queries and keys; gate and up
+    assert found["Split"] == 2 * decoder.layers  # values from queries and keys; gate and up
+    assert (
+        found["Gather"] == 4 * decoder.layers + 4
+    )  # queries, keys, values, sums; the embedding, limits and two orders
     assert found["TensorScatter"] == 4 * decoder.layers  # keys and values; scores and probabilities
     assert found["GatherElements"] == 2 * decoder.layers + 1
     assert found["If"] == decoder.layers

@@ -205,15 +205,12 @@ def test_a_trace_of_trees_on_the_device_replays(opened: Open, max_num_seqs: int,
         == texts
     )
     assert played.nodes["fresh"] > 0
-    number = next(i for i, line in enumerate(lines) if '"shares"' in line and len(json.loads(line)["tokens"]) > 1)
-    step = json.loads(lines[number])
-    choice = step["choice"]
-    choice["shares"] = [0.0]
-    if max_num_seqs > 1:
-        choice["together"]["shares"] = [0.0]
-    lines[number] = json.dumps(step)
-    with pytest.raises(DataError, match=f"line {number + 1} .* 0 nodes were worth verifying"):
-        replay(lines)
+    steps = [json.loads(line) for line in lines]
+    number = next(i for i, step in enumerate(steps) if "shares" in step.get("choice", ()) and len(step["tokens"]) > 1)
+    steps[number]["choice"]["shares"] = [0.0]
+    message = "0 nodes were worth verifying" if max_num_seqs == 1 else "not among those of the batch"
+    with pytest.raises(DataError, match=f"line {number + 1} .* {message}"):
+        replay([json.dumps(step) for step in steps])
 
 
 @on_tensorrt

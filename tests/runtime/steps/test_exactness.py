@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Rounding(FakeEngine):
-    """A model without attention whose logits are off by a bit in selected calls, by sequences and rows."""
+    """A model without attention whose logits are off by a bit in selected calls, by sequences and rows in all."""
 
     def __init__(self, where: Callable[[int, int], bool]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Rounding(FakeEngine):
         ids, positions, wanted, logits = (
             array_of(buffers[name]) for name in (names.TOKEN_IDS, names.POSITIONS, names.OUTPUT_ROWS, names.LOGITS)
         )
-        sequences, rows = ids.shape
+        sequences, rows = buffers[names.CACHE_LEN].shape[0], ids.shape[1]
 
         def rounded() -> None:
             self.calls += 1
@@ -61,10 +61,11 @@ def test_kernels_that_never_differ_are_exact() -> None:
     ("where", "named"),
     [
         (lambda sequences, rows: sequences == rows == 1, {"one row in a call"}),
-        (lambda sequences, rows: sequences > 1 and rows == 9, {"a tree's branch in a batch"}),
+        (lambda sequences, rows: (sequences, rows) == (2, 1 + 9), {"a tree's branch in a batch"}),
         (lambda sequences, rows: sequences == 1 and rows == 9, {"a tree's branch"}),
         (lambda sequences, rows: rows == 8, {"a few rows in a call"}),
-        (lambda sequences, rows: sequences == 3 and rows < 3, {"one token in a batch"}),
+        (lambda sequences, rows: (sequences, rows) == (3, 2 + 7 + 1), {"one token in a batch"}),
+        (lambda sequences, rows: (sequences, rows) == (3, 6 + 2 + 5), {"several tokens in a batch"}),
     ],
 )
 def test_differences_are_named(where: Callable[[int, int], bool], named: set[str]) -> None:
@@ -84,7 +85,7 @@ def test_a_single_row_that_differs_is_computed_as_two_also_after_the_next_openin
 
 
 def test_differences_that_two_rows_do_not_remove_are_named() -> None:
-    other = verifier(lambda sequences, rows: sequences * rows < 3)
+    other = verifier(lambda sequences, rows: rows < 3)
     found = settle_exactness(other, {"build": "a"})
     assert "one row in a call" in found.differences
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +10,20 @@ import pytest
 
 from redraft import names
 from redraft.engines import host_device, open_bundle
-from redraft.engines.device import slots_of
-from redraft.engines.host_device import array_of
+from redraft.engines.device import Buffer, slots_of
+from redraft.engines.host_device import HostBuffer
+from redraft.lru import LruCache
 from redraft.runtime import Runtime, SpeculationParams
 from redraft.runtime.drafters import engine
 from redraft.runtime.requests.request import Request
+from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.steps import graph_steps
 from redraft.runtime.steps.graph_steps import GraphSteps
-from redraft.runtime.steps.interface import LruCache
 from redraft.runtime.steps.verifier import Verifier
-from redraft.runtime.trees.tree import chain, root_only
+from redraft.runtime.trees.tree import chain, make_tree, root_only
 from tests.runtime.devices import cpu_device, open_over, opener, tensorrt_device
-from tests.runtime.fakes import VOCABULARY, FakeEngine, fake_verifier
-from tests.runtime.lyanna_bundle import CONTEXT, FULL, PARAMS, PROMPTS, request
+from tests.runtime.fakes import SHAPE, VOCABULARY, FakeEngine, engine_of, fake_verifier, mixing_rule
+from tests.runtime.lyanna_bundle import CONTEXT, FULL, PARAMS, PROMPTS, fill, request
 from tests.standins.cuda import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -49,39 +50,28 @@ def rows(verifier: Verifier) -> np.ndarray:
 
 
 def computed(verifier: Verifier, tokens: list[int], slot: int) -> Request:
-    """Return a sequence whose prompt was computed in a slot."""
+    """Return a sequence whose rows, but the root's, were computed in a slot."""
     seq = request(tokens)
-    for _ in verifier.prefill(seq, slot):
-        pass
-    seq.begin(verifier.first_outcome(seq, slot), verifier.clock)
+    seq.slot = slot
+    fill(verifier, seq)
     return seq
 
 
 def test_a_prompt_is_computed_in_any_slot_and_leaves_the_others(opened: Open) -> None:
     with opened(3) as runtime:
         verifier = runtime.verifier
-        expected = computed(verifier, TEXT, 0).tokens
-        first = rows(verifier)[0]
+        computed(verifier, TEXT, 0)
+        first, rows_of = rows(verifier)[0], len(TEXT) - 1
         for slot in (2, 1):
             before = rows(verifier)
-            assert computed(verifier, TEXT, slot).tokens == expected
+            computed(verifier, TEXT, slot)
             after = rows(verifier)
-            np.testing.assert_allclose(after[slot, :, : len(TEXT)], first[:, : len(TEXT)], atol=1e-5)
+            np.testing.assert_allclose(after[slot, :, :rows_of], first[:, :rows_of], atol=1e-5)
             others = [other for other in range(3) if other != slot]
             assert after[others].tobytes() == before[others].tobytes()
-            assert np.abs(after[slot, :, : len(TEXT)] - before[slot, :, : len(TEXT)]).max() > 0.01
+            assert np.abs(after[slot, :, :rows_of] - before[slot, :, :rows_of]).max() > 0.01
         (outcome,) = verifier.verify([request(TEXT)], [root_only(TEXT[-1])])  # over slot 0 alone
         assert outcome.tokens
-
-
-@pytest.mark.parametrize("opened", ["host"], indirect=True)
-def test_the_first_token_needs_the_slot_that_was_computed_last(opened: Open) -> None:
-    with opened(2) as runtime:
-        seq = request(TEXT)
-        for _ in runtime.verifier.prefill(seq, 1):
-            pass
-        with pytest.raises(ValueError, match="prompt in slot 1 was computed last, not that in slot 0"):
-            runtime.verifier.first_outcome(seq, 0)
 
 
 def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
@@ -92,9 +82,9 @@ def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
 
         def prefilled(slot: int) -> int:
             seq = request(TEXT)
+            seq.slot = slot
             drafter.begin(seq)
-            for start, tokens in verifier.prefill(seq, slot):
-                drafter.prefilled(seq, slot, start, tokens)
+            fill(verifier, seq, drafter)
             return int(seq.drafting[drafter].cache_len)
 
         kept = prefilled(0)
@@ -166,19 +156,85 @@ def test_a_bundle_with_drafters_and_large_weights_has_one_engine(
 def test_the_host_computes_a_prompt_without_padding(fewest: int) -> None:
     verifier = fake_verifier(engine := FakeEngine(), 400)
     verifier.steps.fewest_rows = fewest
-    computed(verifier, [97] * 129, 0)
+    computed(verifier, [97] * 130, 0)
     assert engine.sizes == [(1, 128), (1, fewest)]
 
 
-def test_steps_of_the_host_share_the_memory_of_their_logits() -> None:
-    verifier = fake_verifier(FakeEngine(), 400, 2)
+def test_steps_of_the_host_share_the_memory_of_their_logits_and_features() -> None:
+    verifier = fake_verifier(FakeEngine(hidden_states=("0",)), 400, 2, ("0",))
+    outputs = verifier.steps._outputs  # type: ignore[attr-defined]
     for sequences, nodes in ((1, 3), (2, 8), (1, 5), (1, 8)):
         trees = [chain(np.full(nodes, 97))] * sequences
         (first, *_) = verifier.logits(trees, [0] * sequences)
         step = verifier.steps.tree(trees, [0] * sequences)
-        assert np.shares_memory(array_of(step.logits), verifier.steps._logits)  # type: ignore[attr-defined]
-        assert array_of(step.logits)[0].tobytes() == first.tobytes()
-    assert verifier.steps._logits.size == 2 * 8 * VOCABULARY  # type: ignore[attr-defined]
+        assert np.shares_memory(step.tree_logits(trees)[0], outputs[names.LOGITS])
+        assert np.shares_memory(step._features["0"], outputs[names.hidden_states("0")])  # type: ignore[attr-defined]
+        assert step.tree_logits(trees)[0].tobytes() == first.tobytes()
+    assert {name: array.size for name, array in outputs.items()} == {
+        names.LOGITS: 2 * 8 * VOCABULARY, names.hidden_states("0"): 2 * 8 * SHAPE.hidden,
+    }  # fmt: skip
+
+
+def test_products_of_a_batch_compute_no_padding_and_trees_keep_their_logits() -> None:
+    """Trees of other sizes, in another order, and in the same step again, have the logits that each has alone."""
+    verifier = fake_verifier(engine := FakeEngine(), 400, 3)
+    alone = fake_verifier(FakeEngine(single=True), 400)
+    few, several, branched = (
+        chain(np.array([97])),
+        chain(np.arange(97, 101)),
+        make_tree([99, 97, 98, 100, 101, 97], [-1, 0, 0, 1, 1, 4], [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]),
+    )
+    for trees in ([few, branched, several], [several, few, branched], [branched, several, few], [few] * 3):
+        found = verifier.logits(trees, [0, 0, 0])
+        assert engine.rows[-1] == sum(map(len, trees))
+        for tree, logits in zip(trees, found, strict=True):
+            assert logits.tobytes() == alone.logits([tree], [0])[0].tobytes()
+    assert len(verifier.steps._trees._values) == 2  # one of 11 rows, one of 3
+
+
+class Reader:
+    """Reads a hidden state of every row, 20 rows a slot."""
+
+    def __init__(self, slots: int) -> None:
+        self.buffer = HostBuffer.zeros("float32", slots, 20, SHAPE.hidden)
+
+    def pending_features(self, slots: range) -> dict[str, Buffer]:
+        return {"0": slots_of(self.buffer, slots)}
+
+    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int]:
+        return [1 + slot for slot in slots]
+
+
+def test_features_of_accepted_rows_are_gathered_from_packed_rows() -> None:
+    """The fake's features are token ids. Of three trees, the second branches and is accepted in part."""
+    verifier = fake_verifier(FakeEngine(lambda tokens: tokens[-1] + 1, hidden_states=("0",)), 400, 3, ("0",))
+    reader = Reader(3)
+    verifier.attach(reader)  # type: ignore[arg-type]
+    batch = [Request([token], 1, 40, frozenset(), Greedy()) for token in (90, 97, 110)]
+    second = make_tree([97, 50, 98, 60, 99], [-1, 0, 0, 2, 2], [1.0, 0.9, 0.8, 0.7, 0.6])
+    outcomes = verifier.verify(batch, [root_only(90), second, root_only(110)])
+    assert [outcome.tokens for outcome in outcomes] == [(91,), (98, 99, 100), (111,)]
+    assert reader.buffer.host[[0, 2], [1, 3], 0].tolist() == [90, 110]
+    assert reader.buffer.host[1, 2:5, 0].tolist() == [97, 98, 99]
+
+
+def test_a_graph_that_pads_all_rows_has_the_logits_of_a_packed_one() -> None:
+    """A bundle without lowered graphs runs the portable graph."""
+    trees = [chain(np.arange(97, 97 + nodes)) for nodes in (1, 5, 2)]
+    packed, padded = (fake_verifier(FakeEngine(padded=padded), 400, 3) for padded in (False, True))
+    expected, found = (verifier.logits(trees, [0, 0, 0]) for verifier in (packed, padded))
+    assert [rows.tobytes() for rows in found] == [rows.tobytes() for rows in expected]
+    assert [engine_of(verifier).rows for verifier in (packed, padded)] == [[8], [15]]
+
+
+@pytest.mark.parametrize(("sequences", "fewest", "rows"), [(1, 2, 2), (2, 2, 2), (1, 5, 5), (2, 5, 6)])
+def test_a_packed_call_has_the_fewest_rows_in_all(sequences: int, fewest: int, rows: int) -> None:
+    verifier = fake_verifier(engine := FakeEngine(), 400, 2)
+    verifier.steps.fewest_rows = fewest
+    trees = [root_only(97)] * sequences
+    found = verifier.logits(trees, [0] * sequences)
+    assert engine.rows == [rows]
+    assert {logits.argmax() for logits in found} == {mixing_rule([97])}
 
 
 @pytest.mark.parametrize(("sequences", "fewest", "width"), [(1, 5, 8), (1, 2, 2), (2, 5, 4), (3, 1, 1)])
@@ -191,7 +247,7 @@ def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences:
         trees = [root_only(seq.tokens[-1]) for seq in batch]
         expected = [outcome.tokens for outcome in verifier.verify(batch, trees)]
         verifier.steps.fewest_rows = fewest
-        assert verifier.steps.tree(trees, [seq.cache_len for seq in batch]).width == width  # type: ignore[attr-defined]
+        assert verifier.steps.tree(trees, [seq.num_computed_tokens for seq in batch]).width == width  # type: ignore[attr-defined]
         assert [outcome.tokens for outcome in verifier.verify(batch, trees)] == expected
 
 
