@@ -113,7 +113,7 @@ class Totals:
 
     @property
     def timing(self) -> Timing:
-        """The tokens after the first ones, and their seconds."""
+        """The tokens, and the seconds of their steps."""
         return Timing(self.tokens, self.seconds)
 
     @property
@@ -208,8 +208,9 @@ def compare(
 
 
 def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings: Settings) -> Generation:
-    """Decode once; acceptance is never forced on PLAIN."""
+    """Decode once, with all rows of the prompt; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
+    runtime.forget_prefixes()
     return runtime.generate([prompt], settings.params, speculation(method, settings), forced)[0]
 
 
@@ -221,8 +222,8 @@ def trace(runtime: Runtime, token_ids: Sequence[int], params: SamplingParams, ho
 
 
 def timing(generation: Generation) -> Timing:
-    """Return the tokens after the first, and the wall time of the steps that made them."""
-    tokens, rate = len(generation.token_ids) - 1, generation.metrics.decode_tokens_per_second
+    """Return the tokens, and the wall time of the steps that made them."""
+    tokens, rate = len(generation.token_ids), generation.metrics.decode_tokens_per_second
     return Timing(tokens, tokens / rate if rate else 0.0)
 
 

@@ -26,7 +26,7 @@ from redraft.methods import NONE
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controllers import ADAPTIVE
 from redraft.runtime.controllers.base import FixedBudget
-from redraft.runtime.loop.decode_loop import Cycle, controller_of
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.noise import draft_noise
@@ -145,17 +145,20 @@ class Draws:
         """Draw in one text, at up to `most` positions with a kind of tree."""
         plain = self.method == NONE
         how: dict[str, Any] = {} if plain else {"budget": self.budget, "controller": ADAPTIVE}
-        cycle, (seq,) = runtime.cycle([prompt], params, SpeculationParams(self.method, **how))
+        (seq,) = runtime.requests([prompt], [(params, SpeculationParams(self.method, **how))])
+        loop = DecodeLoop(runtime.verifier, seq.speculation)
         adaptive = seq.speculation
         fixed = adaptive if plain else replace(adaptive, controller=FixedBudget(self.budget))
         seq.speculation = fixed
-        cycle.begin(seq, 0)
+        loop.add(seq)
+        while seq.missing_rows:
+            loop.step()
         kinds: Counter[OfferKind] = Counter()
         for _ in range(MOST_STEPS):
             if len(drawn.kinds) == SPOTS or seq.finish_reason is not None:
                 return
             for seq.speculation in (adaptive, fixed) if len(drawn.kinds) % 2 else (fixed,):
-                spot = _Spot(runtime, cycle, seq, self.params)
+                spot = _Spot(loop, seq, self.params)
                 if (kind := spot.kind()) is not OfferKind.NONE:
                     break
                 spot.restore()
@@ -165,18 +168,17 @@ class Draws:
                 spot.draw_all(drawn, self.count // SPOTS, progress)
             spot.restore()
             seq.speculation = fixed
-            cycle.step([seq])
+            loop.step()
 
 
 class _Spot:
     """A request that stays at its position: the tokens that follow are drawn again and again."""
 
-    def __init__(self, runtime: Runtime, cycle: Cycle, seq: Request, params: SamplingParams) -> None:
-        self._verifier = runtime.verifier
-        self._cycle = cycle
+    def __init__(self, loop: DecodeLoop, seq: Request, params: SamplingParams) -> None:
+        self._verifier = loop.verifier
+        self._loop = loop
         self._seq = seq
         self._params = params
-        self._controller = controller_of([seq])
         self._saved = seq.sampler, seq.noise, copy.copy(seq.control), _copies(seq.drafting)
         most = max(64, _CACHED_BYTES // (40 * self._verifier.vocabulary))
         self._row = lru_cache(most)(self._logits_after)
@@ -229,12 +231,13 @@ class _Spot:
         seq = self._seq
         params = replace(self._params, seed=seed)
         seq.sampler, seq.noise = make_sampler(params), draft_noise(params)
-        plans = self._cycle.plan(self._controller, [seq])
-        (tree,), _, _ = self._cycle.draft(self._controller, [seq], plans)
-        return tree, plans[0].kind
+        batch = self._loop.scheduler.schedule()
+        self._loop.draft(batch)
+        (step,) = batch.steps
+        return step.tree, step.plan.kind
 
     def _logits(self, tree: Tree) -> Logits:
-        (rows,) = self._verifier.logits([tree], [self._seq.cache_len])
+        (rows,) = self._verifier.logits([tree], [self._seq.num_computed_tokens])
         return rows
 
     def _tree_logits(self, tokens: tuple[int, ...], parents: tuple[int, ...]) -> Logits:

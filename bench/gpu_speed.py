@@ -22,8 +22,7 @@ from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.drafters.synthetic import Acceptance, SyntheticAcceptance, SyntheticDrafter
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.observe.profiling import STEP, WAIT, Recording
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy, Sampler
@@ -162,18 +161,21 @@ def step_ms_by_acceptance(runtime: Runtime, prompt: BenchPrompt, size: Budget, f
 def _steps_ms(runtime: Runtime, prompt: BenchPrompt, size: Budget, forced: Acceptance, sampler: Sampler) -> float:
     """Return mean milliseconds of steps that verify whole trees."""
     drafter = SyntheticDrafter(runtime.verifier, forced)
-    cycle = Cycle(runtime.verifier, Speculation(drafter, FixedBudget(size)))
+    loop = DecodeLoop(runtime.verifier, Speculation(drafter, FixedBudget(size)))
     ids = runtime.encode(prompt.text)
     seq = Request(ids, len(ids), runtime.max_model_len, frozenset(), sampler)
-    scheduler.admit(cycle, [], seq)
+    loop.add(seq)
+    while not seq.new_tokens:
+        loop.step()
+    began = loop.verifier.clock.total
     whole = size.nodes + size.depth + 1
     steps = 0
-    while steps < _TIMED_STEPS and min(seq.remaining, runtime.max_model_len - seq.cache_len) > whole:
-        cycle.step([seq])
+    while steps < _TIMED_STEPS and min(seq.remaining, runtime.max_model_len - seq.num_computed_tokens) > whole:
+        loop.step()
         steps += 1
     if not steps:
         raise UsageError("the prompt is too long for another tree", "give shorter prompts")
-    return (cycle.clock.total - seq.began.total) / steps * 1e3
+    return (loop.verifier.clock.total - began) / steps * 1e3
 
 
 def bounded(

@@ -11,6 +11,7 @@ from typing import Any
 
 from redraft.bench.compare import PLAIN, STAGES
 from redraft.bench.controllers import tables
+from redraft.bench.load import table as load_table
 from redraft.bench.plots import COLOURS, GREY, Pictures, Points
 from redraft.bench.prompts import ALL
 from redraft.bench.report_inputs import SIGNIFICANT, TOGETHER, latency_tables, peer_tables
@@ -18,22 +19,26 @@ from redraft.bench.statistics import interval_text
 from redraft.errors import UsageError
 
 PAGE, FIGURES = "report.html", "report.json"
-_TEMPLATE = "report.html.jinja"
+_TEMPLATE, LOAD_TEMPLATE = "report.html.jinja", "load.html.jinja"
 _STAGE_LABELS = {"verify": "verification", "resample": "resampling", "draft": "drafting", "host": "rest"}
 
 
-def write_page(report: Mapping[str, Any], pictures: Mapping[str, Sequence[Path]], folder: Path) -> Path:
+def write_page(
+    report: Mapping[str, Any], pictures: Mapping[str, Sequence[Path]], folder: Path, template: str = _TEMPLATE
+) -> Path:
     """Write the page into a folder. Pictures are its SVG files, as part of the page. Raises UsageError."""
     import jinja2
 
-    source = files("redraft.bench").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    sources = files("redraft.bench")
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(lambda name: sources.joinpath(name).read_text(encoding="utf-8")),
+    )  # fmt: skip
     filters: dict[str, Any] = {
         "bounds": interval_text,
         "controller_tables": tables,
         "latency_tables": latency_tables,
+        "load_table": load_table,
         "peer_tables": peer_tables,
     }
     environment.filters |= filters
@@ -43,7 +48,7 @@ def write_page(report: Mapping[str, Any], pictures: Mapping[str, Sequence[Path]]
     }
     path = folder / PAGE
     try:
-        path.write_text(environment.from_string(source).render(report=report, pictures=drawn), encoding="utf-8")
+        path.write_text(environment.get_template(template).render(report=report, pictures=drawn), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", "give another folder") from None
     return path
@@ -89,6 +94,20 @@ def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[
         )  # fmt: skip
     for number, one in enumerate(report["trained"]):
         _comparison(one, number, title, pictures)
+    return pictures.files
+
+
+def draw_load(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[Path]]:
+    """Draw tokens a second by method for each batch size (Lyanna, Figures 8 to 11), with bars from `batches`."""
+    pictures, batches = Pictures(folder, title), report["batches"]
+    methods = list(next(iter(batches.values())))
+    width = 0.8 / len(methods)
+    with pictures.axes("load", width=8, xlabel="requests at once", ylabel="tokens a second", ylim=(0, None)) as axes:
+        for offset, method in enumerate(methods):
+            rates = [each[method]["tokens_per_second"] for each in batches.values()]
+            label = "plain" if method == PLAIN else method
+            axes.bar([place + offset * width for place in range(len(batches))], rates, width, label=label)
+        axes.set_xticks([place + width * (len(methods) - 1) / 2 for place in range(len(batches))], list(batches))
     return pictures.files
 
 

@@ -85,7 +85,7 @@ def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
     - inputs and outputs: as the signature says, R = T.
     """
     record = bundle.graph(graph)
-    sizes = {"B": 1, "T": tokens, "R": tokens, "M": tokens}
+    sizes = {"B": 1, "T": tokens, "N": tokens, "R": tokens, "M": tokens}
     further, tables = 0, set[str]()
     table_rows: Mapping[str, int] = {}
     if drafter := drafter_of(bundle.manifest, graph):

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
+from redraft.bench.statistics import median_and_p99
 from redraft.errors import UsageError
 from redraft.runtime.observe.profiling import ENGINE, FIELDS, STEP, Recorded
 
 HEADER = ("range", "calls", "total ms", "mean ms", "p50 ms", "p99 ms", "share")
-ORDER = ("begin", "prefill", STEP, "offers", "resample", "draft", "choose", "fill", "verify", "accept", "commit")
+ORDER = ("prefill", STEP, "offers", "resample", "draft", "choose", "fill", "verify", "accept", "commit")
 Path = tuple[str, ...]
 """Names of the ranges around a range, from the outermost on, and its own name."""
 
@@ -55,7 +54,7 @@ def profile(ranges: Iterable[Recorded]) -> StageProfile:
         times[path].append(ms)
     steps_ms = sum(times.get((STEP,), ()))
     if not steps_ms:
-        raise UsageError("no step was decoded after the first token", "raise --max-new-tokens")
+        raise UsageError("no step was decoded", "raise --max-new-tokens")
     in_steps = {path: sum(values) for path, values in times.items() if path[0] == STEP}
     engine_ms = sum(ms for path, ms in in_steps.items() if path[-1].startswith(ENGINE))
     stage_ms = dict.fromkeys(("draft", "verify", "resample"), 0.0)
@@ -78,9 +77,8 @@ def with_paths(ranges: Iterable[Recorded]) -> Iterator[tuple[Path, float]]:
 
 def _stage(path: Path, values: list[float], steps_ms: float) -> Stage:
     total = sum(values)
-    p50, p99 = np.percentile(values, [50, 99]).tolist()
     share = total / steps_ms if path[0] == STEP else None
-    return Stage(path, len(values), total, total / len(values), p50, p99, share)
+    return Stage(path, len(values), total, total / len(values), *median_and_p99(values), share)
 
 
 def _order(path: Path) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ Interval = tuple[float, float]
 
 
 class Timing(NamedTuple):
-    """The tokens of a run after its first, and the seconds of wall time that they took."""
+    """Tokens of a run or a block, and the seconds of wall time that they took."""
 
     tokens: int
     seconds: float
@@ -140,6 +140,12 @@ def critical(level: float, df: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if survival(middle, df) > level else (low, middle)
     return high
+
+
+def median_and_p99(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile of at least one value, interpolated between values."""
+    p50, p99 = np.percentile(values, [50, 99]).tolist()
+    return p50, p99
 
 
 def rate_text(rate: float) -> str:

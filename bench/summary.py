@@ -12,7 +12,14 @@ from typing import Any
 
 from redraft.bench.compare import INEXACT, PLAIN, Run, Totals, times_as_fast, totals_of
 from redraft.bench.prompts import ALL
-from redraft.bench.statistics import first_difference, interval_text, rate_text, ratio_text
+from redraft.bench.statistics import (
+    LONGEST_PERIOD,
+    LOOP_TOKENS,
+    first_difference,
+    interval_text,
+    rate_text,
+    ratio_text,
+)
 from redraft.engines.draft_costs import least_accepted
 from redraft.runtime import Runtime, SamplingParams
 
@@ -97,7 +104,7 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
         **break_even(totals_of(timed, PLAIN), totals),
         "overhead_fraction": totals.overhead / totals.seconds,
         "prompts": len(timed),
-        "tokens": totals.tokens + len(timed),
+        "tokens": totals.tokens,
     }
 
 
@@ -198,3 +205,11 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
         f"{100 * figures['overhead_fraction']:.1f} %",
         str(figures["prompts"]),
     ]
+
+
+def describe_loops(plain: Mapping[str, Any]) -> str:
+    """Return how many plain outputs loop, in words."""
+    return (
+        f"plain outputs that loop (the last {LOOP_TOKENS} tokens repeat a period of at most {LONGEST_PERIOD}): "
+        f"{plain['looping_outputs']} of {plain['outputs']}"
+    )

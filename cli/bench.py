@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.bench_controllers import compare_controllers, method_of, parse_ways, print_figures
-from redraft.cli.bench_report import ReportOptions, check_same_model, drafting_methods, write_report
+from redraft.cli.bench_load import LoadRun, measure_load, parse_batches, print_load
+from redraft.cli.bench_report import (
+    ReportOptions,
+    check_same_model,
+    drafting_methods,
+    write_load_report,
+    write_report,
+)
+from redraft.cli.bench_setup import conditions, default_methods, has_inexact
 from redraft.cli.console import print_json, print_table, progress
 from redraft.cli.options import (
     BudgetText,
@@ -96,6 +104,20 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
     initial_lengths: Annotated[
         str | None, typer.Option(help="With --controllers: lengths of first drafts; by default those of the paper.")
     ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure under load instead: numbers of requests that run at once, such as 1,2,4,8,16. Chats have "
+            "their first turn only. `docs/benchmarks.md` explains the figures."
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="With --batch: requests arrive at random, this many a second. By default a new one begins when one "
+            "has ended."
+        ),
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="With --controllers: a folder for the plots, as PNG and SVG.")
     ] = None,
@@ -103,8 +125,8 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
         Path | None,
         typer.Option(
             "--report",
-            help="Write a report into this folder: one HTML page, its figures as JSON, its plots as PNG and SVG. It "
-            "measures temperatures 0 and 1; by default all methods.",
+            help="Write a report into this folder: one HTML page, its figures as JSON, its plots as PNG and SVG. "
+            "Without --batch it measures temperatures 0 and 1; by default all methods.",
         ),
     ] = None,
     trained: Annotated[
@@ -154,7 +176,8 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
     ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
     sampled = any(each is not None for each in (temperature, sampling, forced))
     reported = ReportOptions(report_to, trained or (), chains, baseline, controllers_json, peers, latency_json)
-    other = reported.read(sampled or ways or inexact)
+    batches = parse_batches(batch, rate, listed, {"--controllers": ways, "--synthetic-acceptance": forced})
+    other = reported.read_load() if batches else reported.read(sampled or ways or inexact)
 
     from redraft.bench.compare import INEXACT, Settings, compare
     from redraft.bench.controllers import speculations
@@ -173,10 +196,20 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
     )  # fmt: skip
     check_sampling(sampling, **given)  # before the engines are opened
     with progress(quiet=as_json) as report, ExitStack() as stack:
-        report("opening the engines")
         opening = {"threads": threads, "verify": verify, "device": device, "drafter_options": options}
+
+        def settings_of(runtime: Runtime) -> Settings:
+            return Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
+
+        if batches:
+            asked = LoadRun(engines, batches, rate, loaded, listed, settings_of, {**opening, "exact": not inexact})
+            result = measure_load(asked, report)
+            if report_to:
+                result = write_load_report(result, report_to)
+            return print_json(result) if as_json else print_load(result)
+        report("opening the engines")
         runtime = stack.enter_context(open_runtime(engines, exact=not inexact, **opening))
-        settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
+        settings = settings_of(runtime)
         chosen = drafting_methods(listed or (["all"] if report_to else []), runtime)
         chosen = chosen or default_methods(runtime, engines)
         if ways:
@@ -186,7 +219,7 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
             runtime.warm(unknown)  # raises now, not after the methods before it
         fast = None
         if INEXACT in chosen:
-            if not _has_inexact(runtime, engines):
+            if not has_inexact(runtime, engines):
                 raise UsageError("these engines already decode inexactly", "leave `inexact` out of --methods")
             fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
         result = conditions(runtime, settings, engines, threads)
@@ -215,48 +248,6 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
         print_figures(result) if ways else print_comparison(result)
 
 
-def default_methods(runtime: Runtime, engines: Path) -> list[str]:
-    """Return n-grams, the default method, and INEXACT if the bundle has a graph for it."""
-    from redraft.bench.compare import INEXACT
-
-    best = [] if runtime.default_method == "ngram" else [runtime.default_method]
-    return [*([INEXACT] if _has_inexact(runtime, engines) else []), "ngram", *best]
-
-
-def _has_inexact(runtime: Runtime, engines: Path) -> bool:
-    """Return True if a second runtime of these engines could decode inexactly."""
-    from redraft import names
-    from redraft.engines.manifest import load_manifest
-
-    on_host = runtime.exact and not runtime.verifier.device.step_graphs
-    return on_host and names.VERIFIER_FAST in load_manifest(engines).graphs
-
-
-def conditions(runtime: Runtime, settings: Settings, engines: Path, threads: int | None) -> dict[str, Any]:
-    """Return the part of a comparison's JSON object that is not figures: the environment, the model, the settings."""
-    from redraft.bench.environment import environment, usable_threads
-    from redraft.engines.manifest import load_manifest
-
-    manifest = load_manifest(engines)
-    model = {
-        "name": manifest.name,
-        "precision": manifest.precision,
-        "weights_sha256": dict(manifest.model.weights),
-        "random_weights": manifest.model.random_weights,
-        "caveats": list(runtime.caveats),
-        "build_key": manifest.build_key,
-    }
-    device = runtime.verifier.device.name  # `host` if the runtime computes between engine calls
-    return {
-        "synthetic_acceptance": list(settings.acceptance) if settings.acceptance else None,
-        "environment": {**environment(threads or usable_threads()), "device": device, "model": model},
-        "max_new_tokens": settings.params.max_tokens,
-        "sampling": settings.params.distribution,
-        "chat": settings.chat,
-        "system": settings.system,
-    }
-
-
 def print_comparison(result: dict[str, Any]) -> None:
     """Print the figures as a table under the environment, then caveats."""
     from redraft.bench.summary import describe_break_even, table
@@ -275,7 +266,7 @@ def print_comparison(result: dict[str, Any]) -> None:
 def warnings(result: dict[str, Any]) -> Iterator[str]:
     """Warn of random weights, forced acceptance, differing tokens and looping texts."""
     from redraft.bench.compare import INEXACT, PLAIN
-    from redraft.bench.statistics import LONGEST_PERIOD, LOOP_TOKENS
+    from redraft.bench.summary import describe_loops
 
     yield from result["environment"]["model"]["caveats"]
     if result["turns_left_out"]:
@@ -289,8 +280,4 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
             gap = "past the end" if one["logit_margin"] is None else f"gap {one['logit_margin']:.2g}"
             turn = f", turn {one['turn']}" if result["chat"] else ""
             yield f"{kind}: prompt {one['prompt']}{turn}, token {one['token']}, {gap}"
-    plain = result["methods"][PLAIN]
-    yield (
-        f"plain outputs that loop (the last {LOOP_TOKENS} tokens repeat a period of at most {LONGEST_PERIOD}): "
-        f"{plain['looping_outputs']} of {plain['outputs']}"
-    )
+    yield describe_loops(result["methods"][PLAIN])

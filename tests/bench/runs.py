@@ -7,8 +7,7 @@ from redraft.bench.prompts import BenchPrompt
 from redraft.runtime import Generation
 from redraft.runtime.observe.metrics import Metrics
 
-TOKENS = tuple(range(13))
-"""Twelve tokens after the first."""
+TOKENS = tuple(range(12))
 LOOP = (1, 2) * 32
 
 

@@ -127,8 +127,8 @@ def line(position: int, committed: list[int], accepted: int) -> str:
 
 def test_accepted_tokens_by_position_worked_by_hand() -> None:
     """After prompts of 3 and 1 tokens, last tokens are at 2, 15, 16, and at 1. The output's first is at 0."""
-    first = [json.dumps({"prompt": [7, 8, 9], "first": 1}), line(3, [2, 3], 1), line(5, [4] * 13, 12), line(18, [5], 0)]
-    second = [json.dumps({"prompt": [7], "first": 1}), json.dumps({"table_ms": []}), line(1, [2], 0)]
+    first = [json.dumps({"prompt": [7, 8, 9]}), line(3, [2, 3], 1), line(5, [4] * 13, 12), line(18, [5], 0)]
+    second = [json.dumps({"prompt": [7]}), json.dumps({"table_ms": []}), line(1, [2], 0)]
     assert by_position([first, second]) == [
         {"position": 8, "accepted": pytest.approx(13 / 3), "blocks": 3},
         {"position": 24, "accepted": 0, "blocks": 1},
@@ -141,7 +141,7 @@ def test_estimates_of_the_controller_against_the_outcome() -> None:
     choice = {"rate": 0.0, "gains": {"fresh": 1.0}, "tried": False, "log_probs": logs, "looked_up": []}
     step = {"request": 0, "position": 1, "source": "fresh", "tokens": [5, 6, 7], "parents": [-1, 0, 1],
             "log_probs": logs, "said": [6, 9, -1], "path": [1], "committed": [6, 9], "choice": choice}  # fmt: skip
-    trace = [json.dumps({"request": 0, "prompt": [4], "first": 5, "table_ms": [1.0] * 8}), json.dumps(step)]
+    trace = [json.dumps({"request": 0, "prompt": [4, 5], "table_ms": [1.0] * 8}), json.dumps(step)]
     assert estimates([trace]) == {"predicted": pytest.approx(1.75), "measured": 2.0, "steps": 1}
     assert estimates([trace, trace])["measured"] == 2.0  # type: ignore[index]
     del step["choice"]

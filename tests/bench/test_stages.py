@@ -16,19 +16,19 @@ def step(start: float, verify_ms: float) -> list[Recorded]:
             Recorded("verify", at, end, 1), Recorded("step", start, start + 10e-3, 0)]  # fmt: skip
 
 
-RANGES = [Recorded("begin", 0.5, 0.6, 0), *step(1.0, 4), *step(2.0, 6), *step(3.0, 8)]
+RANGES = [Recorded("prefill", 0.5, 0.6, 0), *step(1.0, 4), *step(2.0, 6), *step(3.0, 8)]
 
 
 def test_calls_totals_percentiles_and_shares() -> None:
     found = {stage.path: stage for stage in profile(RANGES).stages}
     assert list(found) == [
-        ("begin",), ("step",), ("step", "offers"), ("step", "verify"), ("step", "verify", "engine.verifier")
+        ("prefill",), ("step",), ("step", "offers"), ("step", "verify"), ("step", "verify", "engine.verifier")
     ]  # fmt: skip
     verify = found["step", "verify"]
     assert (verify.calls, verify.total_ms, verify.mean_ms) == (3, pytest.approx(18), pytest.approx(6))
     assert (verify.p50_ms, verify.p99_ms) == (pytest.approx(6), pytest.approx(7.96))
     assert verify.share == pytest.approx(0.6)
-    assert found["begin",].share is None
+    assert found["prefill",].share is None
 
 
 def test_stages_of_the_metrics_and_the_time_outside_engines() -> None:
@@ -40,7 +40,7 @@ def test_stages_of_the_metrics_and_the_time_outside_engines() -> None:
 def test_the_table_shows_nested_stages_and_the_rest() -> None:
     rows = table(profile(RANGES))
     assert [row[0] for row in rows] == [
-        "range", "begin", "step", "  offers", "  verify", "    engine.verifier", "  (between)"
+        "range", "prefill", "step", "  offers", "  verify", "    engine.verifier", "  (between)"
     ]  # fmt: skip
     assert rows[-1] == ("  (between)", "", "9.0", "3.000", "", "", "30.0%")
     assert rows[1][-1] == ""

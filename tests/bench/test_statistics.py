@@ -15,6 +15,7 @@ from redraft.bench.statistics import (
     first_difference,
     fit,
     loops,
+    median_and_p99,
     rate_text,
     ratio_text,
     speedup,
@@ -140,3 +141,7 @@ def test_the_promised_bias_is_found() -> None:
     found = sum(fit(rng.multinomial(draws, probs), expected).p_value < LEVEL for _ in range(500))
     assert 480 <= found < 500
     assert Fit(200_000, 0.0, BINS - 1).detectable(1e-6) < 0.0105
+
+
+def test_the_median_and_the_99th_percentile() -> None:
+    assert median_and_p99(range(101)) == (50, 99)

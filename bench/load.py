@@ -1,0 +1,294 @@
+"""Load: rates and latencies of methods while several requests run at once.
+
+Every batch size has a runtime of its own, opened with this `max_num_seqs`, as a server would open it: kernels, buffers
+and measured costs depend on it. Methods take turns in blocks of requests, in one process and in rotating order, so slow
+minutes of the machine affect all of them. Block k has the same prompts for every method, and ratios come from pairs of
+blocks.
+
+Closed loop: B clients, each of which submits its next prompt when its last one has ended. They submit in the loop's
+thread, so B requests run at every step until the block has no more prompts. Open loop: requests arrive at random times,
+at most B run, and the others wait in the runtime's queue.
+
+Every request has a `cache_salt` of its own. Otherwise the second method that decodes a prompt, and every later round,
+would find the prompt's rows in the slots, and compute less than the first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from redraft.bench.compare import PLAIN, Progress, Settings, Totals, speculation
+from redraft.bench.statistics import (
+    FEWEST_VALUES,
+    Timing,
+    interval_text,
+    loops,
+    median_and_p99,
+    rate_text,
+    ratio_text,
+    speedup,
+)
+from redraft.runtime import Generation, RequestError, Runtime
+from redraft.runtime.loop.scheduler import RequestOutput
+from redraft.runtime.observe.metrics import Clock
+from redraft.runtime.submission import Submission
+
+BLOCKS = FEWEST_VALUES
+"""Blocks of every method and batch size: enough for an interval."""
+TURNS = 2
+"""Requests of a block over its batch size, at least. A block of fewer would hardly ever be full."""
+HEADER = ("batch", "method", "tokens/s", "speed", "95 % interval", "first token, ms", "between outputs, ms", "τ",
+          "overhead", "same as plain")  # fmt: skip
+QUEUE = "queue, ms"
+
+
+@dataclass(eq=False)
+class Served:
+    """One request.
+
+    prompt:    index of its prompt.
+    submitted: seconds of `time.perf_counter` when it was submitted. In an open loop, when it should have been.
+    outputs:   seconds of each output with tokens.   ended: seconds of its end.
+    """
+
+    prompt: int
+    submitted: float
+    outputs: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    generation: Generation | None = None
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The new tokens of a request that has ended."""
+        assert self.generation is not None
+        return self.generation.token_ids
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of requests by one method, in order of submission. clock: the loop's seconds by stage."""
+
+    served: Sequence[Served]
+    clock: Clock
+
+    @property
+    def timing(self) -> Timing:
+        """All tokens, and the wall time from the first submission to the last end."""
+        tokens = sum(len(one.answer) for one in self.served)
+        return Timing(tokens, max(one.ended for one in self.served) - self.served[0].submitted)
+
+
+class Traffic:
+    """Submits the requests of one block, and waits for their ends. Use it once."""
+
+    def __init__(self, runtime: Runtime, prompts: Sequence[Sequence[int]], method: str, settings: Settings) -> None:
+        """prompts: token ids.   method: warm, since nothing can be opened or measured in the loop's thread."""
+        self._runtime, self._prompts = runtime, prompts
+        self._params, self._how = settings.params, speculation(method, settings)
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self._pending: list[int] = []
+        self._current: list[int] = []
+        self._closed = True
+        self._error: Exception | None = None
+        self._all: list[tuple[Served, Submission]] = []
+
+    def run(self, requests: Sequence[int], clients: int, arrivals: Sequence[float] | None = None) -> Block:
+        """Decode prompts, given by index.
+
+        clients:  of a closed loop.   arrivals: seconds from now of an open loop, one for each request.
+        Raises RequestError if requests failed.
+        """
+        self._pending, self._closed = list(requests), arrivals is None
+        before = self._runtime.verifier.clock.copy()
+        try:
+            self._begin(clients) if arrivals is None else self._arrive(arrivals)
+            self._done.wait()
+        finally:
+            for _, submission in self._all:
+                submission.abort()
+        if self._error is not None:
+            raise self._error
+        generations = [submission.generation for _, submission in self._all]
+        if any(one.error for one in generations):
+            raise RequestError(generations)
+        for (served, _), generation in zip(self._all, generations, strict=True):
+            served.generation = generation
+        in_order = sorted((served for served, _ in self._all), key=lambda one: one.submitted)
+        return Block(in_order, _spent(before, self._runtime.verifier.clock))
+
+    def _begin(self, clients: int) -> None:
+        for _ in range(min(clients, len(self._pending))):
+            self._submit(time.perf_counter())
+
+    def _arrive(self, arrivals: Sequence[float]) -> None:
+        begun = time.perf_counter()
+        for after in arrivals:
+            time.sleep(max(begun + after - time.perf_counter(), 0.0))
+            self._submit(begun + after)
+
+    def _submit(self, now: float) -> None:
+        """Submit the next prompt, if there is one."""
+        with self._lock:
+            if not self._pending:
+                return
+            # A prompt that runs already waits, unless all others do too.
+            prompt = next((one for one in self._pending if one not in self._current), self._pending[0])
+            self._pending.remove(prompt)
+            self._current.append(prompt)
+        served = Served(prompt, now)
+        submission = self._runtime.submit(
+            self._prompts[prompt], self._params, self._how, cache_salt=uuid4().hex,
+            on_output=lambda output: self._heard(served, output),
+        )  # fmt: skip
+        self._all.append((served, submission))
+
+    def _heard(self, served: Served, output: RequestOutput) -> None:
+        """Note an output, in the loop's thread. The end of a closed loop's request submits the next one."""
+        now = time.perf_counter()
+        if output.token_ids:
+            served.outputs.append(now)
+        if output.finish_reason is None:
+            return
+        served.ended = now
+        try:
+            with self._lock:
+                self._current.remove(served.prompt)
+            if self._closed:
+                self._submit(time.perf_counter())
+        except Exception as error:  # noqa: BLE001 - `run` raises it; the loop would only log it
+            self._error = error
+            self._done.set()
+        with self._lock:
+            if not self._pending and not self._current:
+                self._done.set()
+
+
+def measure(
+    runtime: Runtime, prompts: Sequence[Sequence[int]], methods: Sequence[str], settings: Settings,
+    rate: float | None = None, progress: Progress = lambda line: None,
+) -> dict[str, list[Block]]:  # fmt: skip
+    """Return the blocks of PLAIN and of every method, after a warm-up that is not counted.
+
+    The batch size is the runtime's `max_num_seqs`.   prompts: token ids, at least one for each request that runs.
+    rate: arrivals a second of an open loop; None for a closed one. Raises UsageError and RequestError.
+    """
+    batch, ways = runtime.verifier.max_num_seqs, list(dict.fromkeys((PLAIN, *methods)))
+    for method in ways:
+        progress(f"batch {batch}: warming up {method}")
+        runtime.generate(prompts[:batch], settings.params, speculation(method, settings))
+    blocks: dict[str, list[Block]] = {method: [] for method in ways}
+    size = max(TURNS * batch, -(-len(prompts) // BLOCKS))
+    for number in range(BLOCKS):
+        requests = [(number * size + place) % len(prompts) for place in range(size)]
+        gaps = np.random.default_rng(number).exponential(1 / rate, size) if rate else None
+        first = number % len(ways)
+        for method in ways[first:] + ways[:first]:
+            progress(f"batch {batch}: block {number + 1} of {BLOCKS}, {method}")
+            traffic = Traffic(runtime, prompts, method, settings)
+            blocks[method].append(traffic.run(requests, batch, None if gaps is None else gaps.cumsum().tolist()))
+    return blocks
+
+
+def summarise(blocks: Mapping[str, Sequence[Block]], batch: int, queued: bool = False) -> dict[str, Any]:
+    """Return figures by method. queued: True for an open loop, to include the time in the queue."""
+    plain = [one for block in blocks[PLAIN] for one in block.served]
+    answers = {one.prompt: one.answer for one in reversed(plain)}  # the first of each prompt
+    found = {method: _figures(own, blocks[PLAIN], answers) for method, own in blocks.items()}
+    if queued:
+        for method, own in blocks.items():
+            found[method]["queue_ms"] = _times([wait for block in own for wait in waits(block.served, batch)])
+    return found
+
+
+def waits(served: Sequence[Served], batch: int) -> list[float]:
+    """Return the seconds that each request waited for one of `batch` slots, first come first served.
+
+    Request i gets the slot that is free after i - batch + 1 ends.
+    """
+    ends = sorted(one.ended for one in served)
+    free = [*[0.0] * batch, *ends]
+    return [max(at - one.submitted, 0.0) for one, at in zip(served, free, strict=False)]
+
+
+def _figures(blocks: Sequence[Block], plain: Sequence[Block], answers: Mapping[int, tuple[int, ...]]) -> dict[str, Any]:
+    served = [one for block in blocks for one in block.served]
+    ratio = speedup([block.timing for block in plain], [block.timing for block in blocks])
+    totals = Totals.of(one.generation for one in served if one.generation is not None)
+    seconds = sum(block.timing.seconds for block in blocks)
+    differing = sum(one.answer != answers[one.prompt] for one in served)
+    return {
+        "tokens_per_second": ratio.rate,
+        "plain_tokens_per_second": ratio.base_rate,
+        "speedup": ratio.ratio,
+        "speedup_interval": ratio.interval,
+        "time_to_first_token_ms": _times([one.outputs[0] - one.submitted for one in served]),
+        "time_between_outputs_ms": _times([gap for one in served for gap in np.diff(one.outputs)]),
+        "mean_acceptance_length": totals.tau,
+        "draft_acceptance_rate": totals.acceptance,
+        "num_steps": totals.steps,
+        "num_draft_tokens": totals.drafted,
+        "num_accepted_draft_tokens": totals.accepted,
+        "overhead_fraction": 1 - sum(block.clock.engine for block in blocks) / seconds,
+        "stage_ms": _stages(blocks),
+        "identical_to_plain": not differing,
+        "differing_outputs": differing,
+        "looping_outputs": sum(loops(one.answer) for one in served),
+        "outputs": len(served),
+        "tokens": sum(block.timing.tokens for block in blocks),
+        "seconds": seconds,
+    }
+
+
+def _times(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Return the median and the 99th percentile in milliseconds; None without values."""
+    if not seconds:
+        return None
+    p50, p99 = median_and_p99(seconds)
+    return {"p50": p50 * 1e3, "p99": p99 * 1e3}
+
+
+def _stages(blocks: Sequence[Block]) -> dict[str, float]:
+    """Return milliseconds of all steps by stage. `host` is the rest of the steps, `between` all other wall time."""
+    clocks = [vars(block.clock) for block in blocks]
+    spent = {stage: sum(clock[stage] for clock in clocks) * 1e3 for stage in ("draft", "resample", "verify", "total")}
+    total, wall = spent.pop("total"), sum(block.timing.seconds for block in blocks) * 1e3
+    return {**spent, "host": total - sum(spent.values()), "between": wall - total}
+
+
+def _spent(before: Clock, after: Clock) -> Clock:
+    return Clock(**{stage: seconds - vars(before)[stage] for stage, seconds in vars(after).items()})
+
+
+def table(batches: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """Return a table of the figures by batch size and method, the header first. Latencies are medians / p99."""
+    queued = any("queue_ms" in each for methods in batches.values() for each in methods.values())
+    rows = [[*HEADER, QUEUE] if queued else [*HEADER]]
+    for batch, methods in batches.items():
+        rows += [[batch, method, *_cells(each)] for method, each in methods.items()]
+    return rows
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    differing = figures["differing_outputs"]
+    return [
+        rate_text(figures["tokens_per_second"]),
+        ratio_text(figures["tokens_per_second"], figures["plain_tokens_per_second"]),
+        interval_text(figures["speedup_interval"]),
+        _latency(figures["time_to_first_token_ms"]),
+        _latency(figures["time_between_outputs_ms"]),
+        f"{figures['mean_acceptance_length']:.2f}",
+        f"{100 * figures['overhead_fraction']:.1f} %",
+        f"NO, {differing} differ" if differing else "yes",
+        *([_latency(figures["queue_ms"])] if "queue_ms" in figures else []),
+    ]
+
+
+def _latency(ms: Mapping[str, float] | None) -> str:
+    return "-" if ms is None else f"{ms['p50']:.0f} / {ms['p99']:.0f}"

@@ -1,0 +1,141 @@
+"""The part of `redraft bench` that measures under load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from redraft.cli.bench_report import drafting_methods
+from redraft.cli.bench_setup import conditions, default_methods
+from redraft.cli.console import print_table
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.bench.compare import Settings
+    from redraft.bench.prompts import BenchPrompt
+    from redraft.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """What to measure.
+
+    batches: numbers of requests that run at once.   rate: arrivals a second; None for a closed loop.
+    methods: as listed; empty for the default ones.   settings_of: returns the settings for an open runtime.
+    opening: options of `Runtime.open`.
+    """
+
+    engines: Path
+    batches: Sequence[int]
+    rate: float | None
+    prompts: Sequence[BenchPrompt]
+    methods: Sequence[str]
+    settings_of: Callable[[Runtime], Settings]
+    opening: Mapping[str, Any]
+
+
+def parse_batches(
+    batches: str | None, rate: float | None, methods: Sequence[str], contradicting: Mapping[str, object]
+) -> tuple[int, ...]:
+    """Return the batch sizes of `--batch`; none without the option.
+
+    contradicting: options that load measurements cannot have, by name. Raises UsageError for other text, for a rate
+    that is not above 0, and for options that do not go together.
+    """
+    from redraft.bench.command import sizes
+    from redraft.bench.compare import INEXACT
+
+    if batches is None:
+        if rate is not None:
+            raise UsageError("--rate belongs to --batch", "give --batch too, such as --batch 8")
+        return ()
+    try:
+        found = tuple(dict.fromkeys(sizes(batches)))
+    except ValueError:
+        raise UsageError(f"--batch {batches!r}: expected whole numbers from 1", "such as 1,2,4,8,16") from None
+    if rate is not None and not (isfinite(rate) and rate > 0):
+        raise UsageError(f"--rate {rate:g}: expected requests a second, above 0", "such as --rate 2.5")
+    if option := next((name for name, value in contradicting.items() if value), None):
+        raise UsageError(f"--batch takes no {option}", "leave one of the two out")
+    if INEXACT in methods:
+        raise UsageError("--batch takes no method `inexact`", "give --inexact, for all methods")
+    return found
+
+
+def measure_load(run: LoadRun, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Return what `redraft bench --batch --json` prints. Raises UsageError before it measures, and RequestError."""
+    from redraft.bench.compare import first_turn
+    from redraft.bench.load import measure, summarise
+    from redraft.cli.opening import open_runtime
+
+    _check(run)
+    result: dict[str, Any] = {}
+    batches: dict[str, Any] = {}
+    for batch in run.batches:
+        progress(f"batch {batch}: opening the engines")
+        with open_runtime(run.engines, max_num_seqs=batch, **run.opening) as runtime:
+            settings = run.settings_of(runtime)
+            methods = _methods(run, runtime)
+            prompts = [first_turn(runtime, prompt, settings) for prompt in run.prompts]
+            result = result or conditions(runtime, settings, run.engines, run.opening["threads"])
+            blocks = measure(runtime, prompts, methods, settings, run.rate, progress)
+            batches[str(batch)] = summarise(blocks, batch, run.rate is not None)
+    left_out = sum(len(prompt.later_turns) for prompt in run.prompts)
+    return {**result, "prompts": len(run.prompts), "turns_left_out": left_out, "rate": run.rate, "batches": batches}
+
+
+def _check(run: LoadRun) -> None:
+    """Raise UsageError if the prompts or the engines are not enough for the largest batch."""
+    from redraft.engines import check_max_num_seqs, open_bundle
+
+    largest = max(run.batches)
+    if len(run.prompts) < largest:
+        raise UsageError(
+            f"--batch {largest} needs {largest} prompts, found {len(run.prompts)}: different ones run at once",
+            "give more prompts, or smaller batches",
+        )
+    call = open_bundle(run.engines, verify=False).manifest.largest_call
+    if call is not None:
+        check_max_num_seqs(call[0], largest)
+
+
+def _methods(run: LoadRun, runtime: Runtime) -> list[str]:
+    """Return the methods to measure. Raises UsageError for one that the bundle does not have."""
+    from redraft.bench.compare import INEXACT
+
+    chosen = drafting_methods(run.methods, runtime) or default_methods(runtime, run.engines)
+    if unknown := next((name for name in chosen if name not in (INEXACT, *runtime.methods)), None):
+        runtime.warm(unknown)  # raises now, not after the methods before it
+    return [name for name in chosen if name != INEXACT]
+
+
+def print_load(result: dict[str, Any]) -> None:
+    """Print the figures as a table under the environment, then caveats, and files of a report."""
+    from redraft.bench.load import table
+
+    machine = result["environment"]
+    versions = f"redraft {machine['libraries']['redraft']}, onnxruntime {machine['libraries']['onnxruntime']}"
+    title = f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}, {versions}"
+    print_table(table(result["batches"]), title)
+    for line in (*load_warnings(result), *result.get("files", ())):
+        typer.echo(line)
+
+
+def load_warnings(result: dict[str, Any]) -> Iterator[str]:
+    """Warn of random weights, turns that were left out, differing texts and looping texts."""
+    from redraft.bench.compare import PLAIN
+    from redraft.bench.summary import describe_loops
+
+    yield from result["environment"]["model"]["caveats"]
+    if result["turns_left_out"]:
+        yield f"turns left out, since each prompt has its first turn only: {result['turns_left_out']}"
+    for batch, methods in result["batches"].items():
+        for method, each in methods.items():
+            if each["differing_outputs"]:
+                yield f"DIFFERENT: batch {batch}, {method}: {each['differing_outputs']} of {each['outputs']} outputs"
+        yield f"batch {batch}: {describe_loops(methods[PLAIN])}"
