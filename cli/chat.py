@@ -18,7 +18,7 @@ from redraft.errors import RedraftError, UsageError
 
 if TYPE_CHECKING:
     from redraft.runtime import Generation, Runtime, SamplingParams
-    from redraft.runtime.generation import Pieces
+    from redraft.runtime.submission import Submission
 
 PROMPT = "> "
 COMMANDS = {
@@ -144,13 +144,13 @@ class Chat:
         except ConversationTooLong as error:
             raise UsageError(error.message, "/new starts over") from None
         console = Console(highlight=False, soft_wrap=True)
-        pieces: Pieces | None = None
+        answer: Submission | None = None
         written: list[str] = []
         origins: Counter[str] = Counter()
         try:
             with interrupts_deferred() as interrupts:
-                pieces = self._runtime.pieces(ids, self._params, self.method)
-                for piece in pieces:
+                answer = self._runtime.pieces(ids, self._params, self.method)
+                for piece in answer.pieces():
                     origins[piece.origin] += 1
                     written.append(piece.text)
                     if console.is_terminal:
@@ -158,14 +158,15 @@ class Chat:
                     else:
                         typer.echo(piece.text, nl=False)  # rich would replace tabs
                     if interrupts:
-                        pieces.stop()
+                        break  # leaving the text aborts it
         except KeyboardInterrupt:
             pass  # the answer has ended
         finally:
             typer.echo()
             self._conversation.answer("".join(written))
-        if pieces is not None and pieces.generation is not None:
-            self._generations.append(pieces.generation)
+        if answer is not None:
+            answer.abort()
+            self._generations.append(answer.ended())
             self._origins.append(origins)
 
     def _print_stats(self) -> None:
@@ -186,8 +187,7 @@ def _print_figures(title: str, generations: list[Generation], origins: Counter[s
     tokens, steps = sum(len(one.token_ids) for one in generations), sum(one.num_steps for one in metrics)
     seconds = sum(sum(one.stage_ms.values()) for one in metrics) / 1e3
     first = max(one.time_to_first_token_ms for one in metrics) / 1e3
-    decoded = tokens - len(generations)
-    rate = f"{decoded / seconds:.1f} tokens a second after the first" if decoded and seconds else "too short to time"
+    rate = f"{tokens / seconds:.1f} tokens a second" if tokens and seconds else "too short to time"
     length = 1 + sum(one.num_accepted_draft_tokens for one in metrics) / max(steps, 1)
     typer.echo(f"  {title}: {rate}, {length:.2f} tokens a verification, first token after {first:.2f} s")
     print_counts(origins)

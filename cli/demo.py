@@ -185,13 +185,12 @@ def _write(
     answers, generations = [Answer(_title(name)) for name in methods], {}
     with SideBySide(prompt.text, answers, quiet) as view:
         for name, answer in zip(methods, answers, strict=True):
-            pieces = runtime.pieces(ids, settings.params, speculation(name, settings))
-            for piece in pieces:
+            written = runtime.pieces(ids, settings.params, speculation(name, settings))
+            for piece in written.pieces():
                 answer.add(piece)
                 view.draw()
-            assert pieces.generation is not None
-            generations[name] = pieces.generation
-            answer.end = CUT_OFF if pieces.generation.finish_reason == "length" else ""
+            generations[name] = written.generation
+            answer.end = CUT_OFF if written.generation.finish_reason == "length" else ""
     return Run(prompt, ids, generations), answers[-1]
 
 

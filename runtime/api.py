@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -15,11 +13,11 @@ from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
 from redraft.runtime.controllers.cost import VerifyCosts
 from redraft.runtime.drafters.synthetic import Acceptance
-from redraft.runtime.generation import Generation, Pieces, RequestError, generation_of
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
-from redraft.runtime.loop.request_maker import Prompt, RequestMaker, parameters_of
+from redraft.runtime.generation import Generation, RequestError
+from redraft.runtime.loop.decode_loop import DecodeLoop, Health
+from redraft.runtime.loop.request_maker import Parameters, Prompt, RequestMaker, parameters_of
 from redraft.runtime.loop.speculation import SpeculationFactory, check_options
+from redraft.runtime.loop.thread import LoopThread
 from redraft.runtime.observe.trace import TraceWriter
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
 from redraft.runtime.requests.request import Request
@@ -27,6 +25,7 @@ from redraft.runtime.sampling import model_sampling
 from redraft.runtime.steps.exactness import settle_exactness
 from redraft.runtime.steps.measurements import Identity, identity_of, load_costs, save_costs
 from redraft.runtime.steps.verifier import Verifier, open_verifier
+from redraft.runtime.submission import Listener, Submission
 from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
 
 GREEDY = SamplingParams()
@@ -37,13 +36,13 @@ _SAVE_STEPS = 256
 
 
 class Runtime:
-    """An open engine bundle. It runs one generation at a time, and only one thread may use it."""
+    """An open engine bundle, with a decode loop that all threads share. All methods may be called from any thread."""
 
     def __init__(  # noqa: PLR0913 - options of the public interface
         self, verifier: Verifier, tokenizer: Tokenizer, costs: VerifyCosts, max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, bundle: Bundle | None = None,
-        identity: Identity | None = None, exact: bool = False,
+        identity: Identity | None = None, exact: bool = False, max_waiting: int | None = None,
     ) -> None:  # fmt: skip
         """identity: settings that measured costs depend on, apart from the machine. `open` sets all of them."""
         self.verifier = verifier
@@ -59,12 +58,13 @@ class Runtime:
         )
         stop_tokens = frozenset(eos_token_ids)
         self._requests = RequestMaker(tokenizer, verifier.vocabulary, max_model_len, stop_tokens, self._speculation)
-        self._busy = threading.Lock()
+        self._thread = LoopThread(DecodeLoop(verifier, self._speculation.plain, costs, max_waiting))
 
     @classmethod
     def open(  # noqa: PLR0913 - options of the public interface
         cls, path: Path | str, threads: int | None = None, max_num_seqs: int = 1, verify: bool | None = None,
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None, exact: bool = True,
+        max_waiting: int | None = None, prefix_slots: int | None = None,
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`.
 
@@ -77,13 +77,18 @@ class Runtime:
         exact:  True if a text must be the same to the bit alone, in a batch and with any method (`exactness`).
                 False uses kernels that compute single tokens of one sequence a few percent faster. They round
                 differently from kernels for several tokens, so most longer texts differ in 8 and 4 bits.
+        max_waiting:  most requests of `submit` that wait for a slot; None takes any number.
+        prefix_slots: slots that hold rows of earlier prefixes only, beside the free ones. None is `max_num_seqs` on the
+                      host, which takes memory for their rows when they are used, and 0 on a GPU.
         The first opening on a machine takes up to three seconds longer: it checks kernels and measures their costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, for more than MOST_THREADS,
         or an unknown device.
         """
-        for name, value in (("max_num_seqs", max_num_seqs), ("threads", threads)):
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be at least 1, not {value}")
+        least = {"max_num_seqs": (max_num_seqs, 1), "threads": (threads, 1), "prefix_slots": (prefix_slots, 0),
+                 "max_waiting": (max_waiting, 0)}  # fmt: skip
+        for name, (value, lowest) in least.items():
+            if value is not None and value < lowest:
+                raise UsageError(f"{name} must be at least {lowest}, not {value}")
         if threads is not None and threads > MOST_THREADS:
             raise UsageError(
                 f"threads must be at most {MOST_THREADS}, not {threads}", "give one a core, or leave it out"
@@ -99,12 +104,17 @@ class Runtime:
         # First, since the engine takes the memory that reading a tokenizer leaves.
         tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         opened = open_device(bundle, device, threads) if device else open_host(bundle, threads, max_num_seqs, exact)
-        verifier = open_verifier(bundle, opened, max_num_seqs, largest_tree=largest[1] if largest else sys.maxsize)
+        if prefix_slots is None:
+            prefix_slots = 0 if opened.step_graphs else max_num_seqs
+        verifier = open_verifier(
+            bundle, opened, max_num_seqs, largest_tree=largest[1] if largest else sys.maxsize,
+            slots=max_num_seqs + prefix_slots,
+        )  # fmt: skip
         identity = identity_of(bundle, opened, threads, max_num_seqs)
         if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)
         costs, rows, eos = load_costs(verifier, identity), manifest.max_model_len, manifest.eos_token_ids
-        return cls(verifier, tokenizer, costs, rows, eos, drafter_options, bundle, identity, exact)
+        return cls(verifier, tokenizer, costs, rows, eos, drafter_options, bundle, identity, exact, max_waiting)
 
     @property
     def exact(self) -> bool:
@@ -136,7 +146,8 @@ class Runtime:
         return self._bundle.manifest.model.caveats if self._bundle is not None else ()
 
     def close(self) -> None:
-        """Release the engine and its buffers. Closing again does nothing."""
+        """End running requests, and release the engine and its buffers. Closing again does nothing."""
+        self._thread.close()
         self._speculation.close()
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             try:
@@ -184,24 +195,48 @@ class Runtime:
         forced = Acceptance(tuple(synthetic_acceptance)) if synthetic_acceptance is not None else None
         if trace is not None and forced is not None:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
-        with self._running():
-            cycle, requests = self.cycle(prompts, params, speculation, forced, record_logit_margins, trace)
-            for _ in scheduler.run(cycle, requests):
-                pass
-            self._save_costs(_SAVE_STEPS)
-        generations = [generation_of(request, self.tokenizer, forced is not None) for request in requests]
+        submissions = self._prepared(prompts, params, speculation, forced, record_logit_margins, trace)
+        try:
+            self._thread.add([one.request for one in submissions])
+            generations = [one.ended() for one in submissions]
+        except BaseException:
+            for one in submissions:
+                one.abort()
+            raise
+        self._save_costs(_SAVE_STEPS)
         if any(generation.error for generation in generations):
             raise RequestError(generations)
         return generations
 
-    def warm(self, method: str | None = None) -> None:
-        """Load everything that `method` needs. On a GPU, also run every shape of its steps once.
+    def submit(  # noqa: PLR0913 - options of the public interface
+        self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None, *,
+        priority: int = 0, timeout: float | None = None, tenant: str | None = None, cache_salt: str | None = None,
+        on_output: Listener | None = None,
+    ) -> Submission:  # fmt: skip
+        """Begin to continue `prompt`, beside all other requests. May be called from any thread.
 
-        Otherwise, the first request with that method does both. Raises UsageError, BundleError and BackendError.
+        priority:   requests of smaller numbers come first, and take the slots of others if necessary.
+        timeout:    seconds from now after which it ends, with the reason `timeout`.
+        tenant:     requests of one priority come tenant by tenant, in turns.
+        cache_salt: only requests of equal salts share the rows of equal prefixes.
+        on_output:  called in the loop's thread with each step's output. It must return soon, and may submit and abort.
+        Raises UsageError as `generate` does, and QueueFull if `max_waiting` requests wait already.
         """
-        with self._running():
-            self.verifier.warm()
-            self._speculation.create(SpeculationParams(method), False)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UsageError(f"priority must be a whole number, not {priority!r}")
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+            raise UsageError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        for name, key in (("tenant", tenant), ("cache_salt", cache_salt)):
+            if key is not None and not isinstance(key, str):
+                raise UsageError(f"{name} must be a text, not {key!r}")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        (submission,) = self._prepared([prompt], params, speculation, listener=on_output)
+        request = submission.request
+        request.priority, request.salt = priority, cache_salt
+        request.turn = tenant if tenant is not None else request.tenant
+        request.deadline = deadline
+        submission.start(limited=True)
+        return submission
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
@@ -209,53 +244,57 @@ class Runtime:
     ) -> Iterator[str]:  # fmt: skip
         """Continue `prompt` and yield text as soon as it is final. The joined chunks are `generate`'s text.
 
-        Raises the errors of `generate` at the call, not at the first chunk. A request that fails while it runs raises
-        RequestError after its last text.
+        Raises the errors of `generate` at the call, not at the first chunk, with which it begins. A request that fails
+        while it runs raises RequestError after its last text.
         """
-        with self._running():
-            cycle, (request,) = self.cycle([prompt], params, speculation, trace=trace)
-        request.text = request.text or Detokenizer(self.tokenizer, request.tokens)
-        return self._chunks(cycle, request, request.text)
+        (submission,) = self._prepared([prompt], params, speculation, trace=trace)
+        return self._chunks(submission)
+
+    def _chunks(self, submission: Submission) -> Iterator[str]:
+        yield from submission
+        self._save_costs(_SAVE_STEPS)
 
     def pieces(
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None
-    ) -> Pieces:
-        """Return a continuation that yields each token's text with its origin. Errors are those of `stream`."""
-        with self._running():
-            cycle, (request,) = self.cycle([prompt], params, speculation)
-        text = Detokenizer(self.tokenizer, request.tokens, params.stop, params.min_tokens)
-        pieces = Pieces(request, text, self._steps(cycle, request), partial(self._finished, request))
-        cycle.record = pieces.record
-        return pieces
+    ) -> Submission:
+        """Return a submission that begins with its first piece. Errors are those of `stream`."""
+        return self._prepared([prompt], params, speculation)[0]
 
-    def _chunks(self, cycle: Cycle, request: Request, text: Detokenizer) -> Iterator[str]:
-        for _ in self._steps(cycle, request):
-            if chunk := text.take(request.finish_reason is not None):
-                yield chunk
-        self._finished(request)
+    @property
+    def health(self) -> Health:
+        """The state of the decode loop: its requests, and the time since a step made progress."""
+        self._check_open()
+        return self._thread.loop.health
 
-    def _steps(self, cycle: Cycle, request: Request) -> Iterator[None]:
-        """Run a request, which locks the runtime until it ends or the iterator is closed."""
-        with self._running():
-            for _ in scheduler.run(cycle, [request]):
-                self._check_open()
-                yield
+    def warm(self, method: str | None = None) -> None:
+        """Load everything that `method` needs. On a GPU, also run every shape of its steps once.
 
-    def _finished(self, request: Request) -> Generation:
-        """Return the result of a request. Raises RequestError if it failed."""
-        generation = generation_of(request, self.tokenizer)
-        if request.error is not None:
-            raise RequestError([generation])
-        return generation
+        Otherwise, the first request with that method does both. Raises UsageError, BundleError and BackendError, and
+        UsageError while requests run.
+        """
+        self._check_open()
+        with self._thread.paused() as idle:
+            if not idle:
+                raise UsageError("requests are running", "warm the runtime before the first request")
+            self._thread.loop.scheduler.slots.clear()
+            self.verifier.warm()
+            self._speculation.create(SpeculationParams(method), False, before_measuring=lambda: None)
 
     def forget(self, tenant: str) -> None:
         """Drop the outputs that methods keep for a tenant. Requests that end later are kept again.
 
-        Raises UsageError for a key of another type, and while a generation runs.
+        Raises UsageError for a key of another type.
         """
         check_tenant(tenant)
-        with self._running():
+        self._check_open()
+        with self._thread.paused():
             self._speculation.forget(tenant)
+
+    def forget_prefixes(self) -> None:
+        """Drop the rows that are kept of earlier requests, so that the next ones compute all of theirs."""
+        self._check_open()
+        with self._thread.paused():
+            self._thread.loop.scheduler.slots.clear()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
@@ -266,30 +305,38 @@ class Runtime:
         self._check_open()
         return self._requests.encode(prompt)
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Lock the runtime for one generation. A second one would share its KV rows, so it is refused."""
-        self._check_open()
-        if not self._busy.acquire(blocking=False):
-            raise UsageError("another generation of this runtime is still running", "finish or close it first")
-        try:
-            yield
-        finally:
-            self._busy.release()
-
-    def cycle(
+    def _prepared(  # noqa: PLR0913 - the options of `generate` and `submit`
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         speculation: str | SpeculationParams | Sequence[str | SpeculationParams] | None,
         forced: Acceptance | None = None, record_logit_margins: bool = False, trace: IO[str] | None = None,
-    ) -> tuple[Cycle, list[Request]]:  # fmt: skip
-        """Return a cycle and its requests.
-
-        This may measure the costs of drafts, which overwrites KV rows, so no request may be running.
-        """
+        listener: Listener | None = None,
+    ) -> list[Submission]:  # fmt: skip
+        """Return submissions that have not begun. Raises UsageError, BundleError and BackendError."""
+        self._check_open()
         given = parameters_of(params, speculation, len(prompts))
-        self.verifier.warm()
-        requests = self._requests.make(prompts, given, forced, record_logit_margins)
-        cycle = Cycle(self.verifier, costs=self.costs)
+        requests = self.requests(prompts, given, forced, record_logit_margins)
         if trace is not None:
-            cycle.record = TraceWriter(trace, self.costs.table_ms(1))
-        return cycle, requests
+            writer = TraceWriter(trace, self.costs.table_ms(1))
+            for request in requests:
+                request.record = writer
+        return [
+            Submission(
+                request, self.tokenizer, Detokenizer(self.tokenizer, request.tokens, own.stop, own.min_tokens),
+                self._thread, forced is not None, listener,
+            )
+            for request, (own, _) in zip(requests, given, strict=True)
+        ]  # fmt: skip
+
+    def requests(
+        self, prompts: Sequence[Prompt], given: Sequence[Parameters], forced: Acceptance | None = None,
+        record_logit_margins: bool = False,
+    ) -> list[Request]:  # fmt: skip
+        """Return requests for a decode loop, between two steps if a drafter has to be opened or measured."""
+        keys = [(how, params.constraint is not None) for params, how in given]
+        if forced is None and all([self._speculation.knows(*key) for key in keys]):
+            return self._requests.make(prompts, given, forced, record_logit_margins)
+        slots = self._thread.loop.scheduler.slots
+        with self._thread.paused() as idle, slots.preserved():
+            if idle:
+                self.verifier.warm()
+            return self._requests.make(prompts, given, forced, record_logit_margins, slots.clear if idle else None)

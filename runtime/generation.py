@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from redraft.errors import RedraftError, UsageError
@@ -28,7 +27,9 @@ class Generation:
     logit_margins: lead of each token's logit over the second largest, if the caller asked for it. Above temperature 0,
                    of its logit over temperature with noise.
     logprobs:      log probability of each token, if the request asked for them (`redraft.runtime.sampling.truncation`).
+    cached_tokens: prompt tokens whose rows an earlier request had computed.
     error:         why the request failed after these tokens, with the finish reason `error`.
+    drafting_error: why it went on without drafts, if its drafter failed. Its text is the same.
     """
 
     text: str
@@ -39,6 +40,8 @@ class Generation:
     logit_margins: tuple[float, ...] | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: RedraftError | None = None
+    cached_tokens: int = 0
+    drafting_error: RedraftError | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return one JSON object. It has `logprobs` only if the request asked for them."""
@@ -60,17 +63,20 @@ def generation_of(request: Request, tokenizer: Tokenizer, synthetic: bool = Fals
         for token in tokens:
             text.push(token)
     assert request.finish_reason is not None
-    waited, decoded = request.first_token - request.started, max(len(tokens) - 1, 0)
+    waited = max(request.first_token - request.started, 0.0)
+    began = request.began if tokens else request.ended  # nothing was decoded
     logit_margins, logprobs = request.sampler.logit_margins, request.sampler.logprobs
     return Generation(
         text=LABEL + text.text if synthetic else text.text,
         token_ids=tuple(tokens),
         finish_reason=request.finish_reason,
         prompt_tokens=request.prompt_length,
-        metrics=summarise(request.counters, request.began, request.ended, decoded, waited, synthetic),
+        metrics=summarise(request.counters, began, request.ended, len(tokens), waited, synthetic),
         logit_margins=None if logit_margins is None else tuple(logit_margins[: len(tokens)]),
         logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
         error=request.error,
+        cached_tokens=request.cached_tokens,
+        drafting_error=request.drafting_error,
     )
 
 
@@ -110,43 +116,3 @@ def origins(plan: Plan, tree: Tree, outcome: Outcome) -> list[Origin]:
     looked_up = outcome.path if plan.make is None else () if tree.on_device else shared_nodes(tree, plan.found)
     drafted = [Origin.LOOKUP if node in looked_up else Origin.DRAFTER for node in outcome.path]
     return [*drafted, *[Origin.VERIFIER] * (len(outcome.tokens) - len(drafted))]
-
-
-class Pieces:
-    """A running request. Iterating decodes it and yields its pieces, once; `generation` is its result afterwards.
-
-    Raises RequestError after the last piece of a request that failed, which has no result.
-    """
-
-    generation: Generation | None = None
-
-    def __init__(
-        self, request: Request, text: Detokenizer, steps: Iterator[None], finish: Callable[[], Generation]
-    ) -> None:
-        """steps: one verification a step.   finish: the request's result; raises RequestError."""
-        self._request = request
-        self._text = text
-        self._steps = steps
-        self._finish = finish
-        self._origins = [Origin.VERIFIER]  # of the first token, and then of each step's
-
-    def record(self, seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Keep the origins of a step's tokens. Set it as the `record` of the cycle."""
-        self._origins = origins(plan, tree, outcome)
-
-    def stop(self) -> None:
-        """End the text after the step that has just been yielded."""
-        self._request.finish_reason = self._request.finish_reason or "stop"
-
-    def __iter__(self) -> Iterator[Piece]:
-        request, text = self._request, self._text
-        seen = request.prompt_length
-        for _ in self._steps:
-            made = request.tokens[seen:]
-            for token, origin in zip(made, [*self._origins, *repeat(Origin.VERIFIER, len(made))], strict=False):
-                seen += 1
-                text.push(token)
-                last = request.finish_reason is not None and seen == len(request.tokens)
-                yield Piece(text.take(last), origin)
-            self._origins = []  # a step whose request fails records none
-        self.generation = self._finish()

@@ -14,6 +14,9 @@ from redraft.runtime.steps.verifier import Verifier
 from redraft.runtime.trees.offers import Offer, OfferKey
 from redraft.types import Budget, OfferKind, Outcome, Tree
 
+PREFIX_BLOCK = 16
+"""Requests share rows of equal prefixes in blocks of this many."""
+
 
 class Drafter(ABC):
     """A drafting method, opened once for all requests.
@@ -45,10 +48,19 @@ class Drafter(ABC):
         return cls(verifier)
 
     def begin(self, seq: Request) -> None:  # noqa: B027 (only some methods need it)
-        """Begin the admitted request `seq`. Its prompt is known, but not computed yet."""
+        """Begin the admitted request `seq`. Its tokens are known, but none is computed yet."""
+
+    def resume(self, seq: Request, earlier: Request, rows: int) -> int:
+        """Begin `seq`, whose first `rows` tokens are those of `earlier`, a request that has left its slot.
+
+        Takes the state of these rows over; `move` copies it if `seq` has another slot. Returns the number of rows that
+        the verifier need not compute again, a multiple of PREFIX_BLOCK as `rows` is.
+        """
+        self.begin(seq)
+        return rows
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:  # noqa: B027 (as above)
-        """Note a computed chunk of the prompt of `seq` in this slot: `tokens` tokens from position `start` on."""
+        """Note a computed chunk of `seq` in this slot: `tokens` tokens from position `start` on."""
 
     @abstractmethod
     def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
@@ -90,6 +102,8 @@ class TreeMaker(Drafter):
 
     def offers(self, seq: Request, budget: Budget) -> Sequence[Offer]:
         """Return a fresh draft, and resampling if steps of the last draft remain."""
+        if not self.ready(seq):
+            return ()
         fresh = Offer(self._fresh, maker=self, step_ms=self.step_ms)
         steps = self.remaining(seq)
         if not steps:
@@ -106,6 +120,10 @@ class TreeMaker(Drafter):
     @abstractmethod
     def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> Sequence[Tree]:
         """Return a tree for each sequence within its budget, rooted at its last token."""
+
+    def ready(self, seq: Request) -> bool:
+        """True if it could draft for `seq` now."""
+        return True
 
     def remaining(self, seq: Request) -> int:
         """Return how many steps of the last draft of `seq` `resample` could still use."""
@@ -128,6 +146,10 @@ class Pair(Drafter):
     def begin(self, seq: Request) -> None:
         self.first.begin(seq)
         self.second.begin(seq)
+
+    def resume(self, seq: Request, earlier: Request, rows: int) -> int:
+        """Resume both. At most one of them has rows of its own, so the other takes as many as that."""
+        return min(self.first.resume(seq, earlier, rows), self.second.resume(seq, earlier, rows))
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         self.first.prefilled(seq, slot, start, tokens)

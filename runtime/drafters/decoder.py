@@ -25,13 +25,13 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Array, Buffer, slots_of
 from redraft.engines.drafters import BuiltDrafter
+from redraft.lru import LruCache
 from redraft.names import DRAFT
 from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
 from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
 from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
 from redraft.runtime.requests.request import Request
-from redraft.runtime.steps.interface import LruCache
 from redraft.runtime.steps.verifier import WARM_SLOTS, Verifier
 from redraft.runtime.trees.tree import root_only, within
 from redraft.types import Budget, DraftTree, Draws, FloatArray, Tree
@@ -84,6 +84,16 @@ class DecoderDrafter(EngineDrafter):
 
     def begin(self, seq: Request) -> None:
         seq.drafting[self] = Drafting()
+
+    def resume(self, seq: Request, earlier: Request, rows: int) -> int:
+        """Take over the rows of tokens in common."""
+        state: Drafting | None = earlier.drafting.get(self)
+        if state is None:
+            return super().resume(seq, earlier, rows)
+        state.commit(earlier.tokens)
+        self.begin(seq)
+        seq.drafting[self].cache_len = min(state.cache_len, rows)
+        return rows
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Compute the rows of the prompt so far, but the last few."""

@@ -21,13 +21,13 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array, Buffer, Device, Program, Work, byte_size, sized, slots_of
 from redraft.engines.drafters import BuiltDrafter
 from redraft.errors import UsageError
+from redraft.lru import LruCache
 from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.observe.profiling import WAIT
 from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.bound_step import gathered, slot_copy
-from redraft.runtime.steps.interface import LruCache
 from redraft.runtime.steps.verifier import Verifier
 
 CATCH_UP = names.CATCH_UP_ROWS
@@ -58,7 +58,7 @@ class EngineDrafter(TreeMaker):
         self.limits = self.method.limits(shape)
         device = self._device = verifier.device
         sizes = {
-            "B": verifier.max_num_seqs,
+            "B": verifier.slots,
             "C": names.kv_rows(verifier.max_model_len + self.method.spare_rows),
             "W": names.MAX_PENDING_FEATURES,
         }
@@ -94,6 +94,11 @@ class EngineDrafter(TreeMaker):
     def _most_calls(self) -> int:
         """Calls of one kind in memory."""
         return MOST_CALLS * -(-self.verifier.max_num_seqs // 4)
+
+    def resume(self, seq: Request, earlier: Request, rows: int) -> int:
+        """Begin `seq` without rows of the earlier request. A subclass that can take them over does so."""
+        self.begin(seq)
+        return 0
 
     def move(self, seq: Request, source: int, target: int) -> None:
         self._copy_slot(source, target, seq.drafting[self].cache_len)
@@ -159,6 +164,8 @@ class PendingFeatures(FeatureBuffers):
 
     def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
         """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
+        if not any([self._state_of(seq) is not None for seq in batch]):
+            return None
         space = space_before(rows)
         found, reads = [], False
         for slot, seq in zip(slots, batch, strict=True):

@@ -16,6 +16,7 @@ from redraft import names
 from redraft.engines.device import Array, Buffer, Device, slots_of
 from redraft.engines.drafters import BuiltDrafter
 from redraft.names import DRAFT, RESAMPLE
+from redraft.runtime.drafters.base import PREFIX_BLOCK
 from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall
 from redraft.runtime.requests.request import Request
@@ -46,6 +47,21 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         seq.drafting[self].pending += tokens
         while seq.drafting[self].pending > CATCH_UP:
             self._make_space(seq, slot)
+
+    def resume(self, seq: Request, earlier: Request, rows: int) -> int:
+        """Take over the rows that are pairs of tokens in common, and the hidden states that still wait for a token.
+
+        If a row has used the last hidden state in common, the verifier computes a block again to give it once more.
+        """
+        state: Drafting | None = earlier.drafting.get(self)
+        if state is None:
+            return super().resume(seq, earlier, rows)
+        if rows <= state.cache_len:
+            rows -= PREFIX_BLOCK
+            seq.drafting[self] = Drafting(self.shape.steps, cache_len=rows)
+        else:
+            seq.drafting[self] = Drafting(self.shape.steps, state.cache_len, rows - state.cache_len)
+        return rows
 
     def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Update the counts of pending rows. The verifier has gathered the rows already."""

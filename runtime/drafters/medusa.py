@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from redraft import names
 from redraft.engines.device import Array
+from redraft.runtime.drafters.base import PREFIX_BLOCK
 from redraft.runtime.drafters.engine import space_before
 from redraft.runtime.drafters.one_call import OneCallDrafter, TreeCall
 from redraft.runtime.requests.request import Request
@@ -21,12 +22,19 @@ class MedusaDrafter(OneCallDrafter):
 
     def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
         """Return 0 for each sequence: no row is kept. Raises UsageError without space for `rows` rows."""
+        if not any([self._state_of(seq) is not None for seq in batch]):
+            return None
         space_before(rows)
-        return [0] * len(batch) if any([self._state_of(seq) is not None for seq in batch]) else None
+        return [0] * len(batch)
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Note the rows of a chunk."""
         seq.drafting[self].pending = tokens
+
+    def resume(self, seq: Request, earlier: Request, rows: int) -> int:
+        """Begin `seq`. A row at least is computed again, for its hidden state."""
+        self.begin(seq)
+        return rows if rows < len(seq.tokens) - 1 else rows - PREFIX_BLOCK
 
     def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
         """Note the rows of the accepted path, the root's included."""

@@ -19,12 +19,12 @@ from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
 from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.host_device import array_of
+from redraft.lru import LruCache
 from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.drafters.candidate_noise import AddedLogits, ChainProposal
 from redraft.runtime.drafters.engine import FeatureBuffers
 from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.bound_step import bound, gathered
-from redraft.runtime.steps.interface import LruCache
 from redraft.runtime.steps.verifier import Verifier
 from redraft.runtime.trees.device_tree import DeviceDrafts, TreeStore
 from redraft.runtime.trees.tree import root_only, within
@@ -89,6 +89,11 @@ class OneCallDrafter(FeatureBuffers):
             if count:
                 seq.drafting[self].used = 0
         return self._made(call, batch, budgets, self._nodes, f"draft {self.name}")
+
+    def ready(self, seq: Request) -> bool:
+        """True if there is a row to read that no draft has read."""
+        pending: int = seq.drafting[self].pending
+        return pending > 0
 
     @abstractmethod
     def _ready(self, seq: Request, slot: int) -> int:

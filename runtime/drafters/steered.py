@@ -20,12 +20,12 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Array, Buffer, Device, Program, Run
+from redraft.lru import LruCache
 from redraft.names import STEER
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
-from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
+from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter, PendingFeatures
 from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.bound_step import gathered
-from redraft.runtime.steps.interface import LruCache
 from redraft.types import Outcome, Tree
 
 
@@ -55,6 +55,14 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
     def begin(self, seq: Request) -> None:
         """Create the state of `seq`."""
         seq.drafting[self] = SteeredDrafting()
+
+    def ready(self, seq: Request) -> bool:
+        """True if a hidden state comes before the root, which steers a draft."""
+        return len(seq.tokens) > 1
+
+    def resume(self, seq: Request, earlier: Request, rows: int) -> int:
+        """Begin `seq` without rows of the earlier request, since it does not know which hidden state steered each."""
+        return EngineDrafter.resume(self, seq, earlier, rows)
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Compute the rows of the prompt so far, but the last few."""

@@ -1,211 +1,235 @@
-"""The decoding cycle: offer, plan, draft, cut, verify, commit. It depends on no method and no engine."""
+"""The decode loop: it schedules, drafts, verifies and commits, a step at a time. It knows no method and no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from redraft.runtime.controllers.base import Call, Controller
+from redraft.errors import RedraftError
 from redraft.runtime.controllers.cost import VerifyCosts
-from redraft.runtime.controllers.mixed import Controllers
+from redraft.runtime.controllers.mixed import controller_of
 from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.loop.scheduler import RequestOutput, Scheduler
 from redraft.runtime.observe.profiling import STEP
-from redraft.runtime.observe.trace import Recorder, no_record
-from redraft.runtime.requests.request import Request
+from redraft.runtime.requests.batch import Batch, Chunk, RequestStep
+from redraft.runtime.requests.request import Request, as_redraft_error, drafting
 from redraft.runtime.steps.verifier import Verifier
-from redraft.runtime.trees.offers import NO_TREE, Offer, Plan, Speculation, StepLimits
-from redraft.runtime.trees.tree import root_only
-from redraft.types import NO_SPECULATION, Budget, OfferKind, Outcome, Tree
+from redraft.runtime.trees.offers import Speculation
+from redraft.types import NO_SPECULATION, OfferKind
 
 STAGES = {OfferKind.RESAMPLE: "resample", OfferKind.FRESH: "draft"}
 """Names of the parts of a step in which drafters make trees."""
-
+MOST_FAILURES = 3
+"""Engine calls in a row that may fail before the requests in them fail."""
 
 MakerCall = tuple[TreeMaker, OfferKind]
 """A drafter, and the kind of trees that one call of it makes."""
 
 
-class StepTimes(NamedTuple):
-    """Milliseconds of a step's parts. Work on a device counts if the verifier waited for it.
+class Health(NamedTuple):
+    """The state of a loop.
 
-    speculated: True if any sequence did.   nodes: of the largest verified tree, its root included.
+    requests, waiting:  requests that have not ended, and those of them without a slot.
+    prefixes:           slots whose rows belong to requests that have ended.
+    idle_seconds:       since a step made progress; 0 if there is nothing to do.
+    error:              of the latest step that failed; None after one that did not.
     """
 
-    speculated: bool
-    nodes: int
-    offers_ms: float
-    made_ms: Mapping[Call, float]
-    verified_ms: float
+    requests: int
+    waiting: int
+    prefixes: int
+    idle_seconds: float
+    error: RedraftError | None
 
 
-class Cycle:
-    """Decodes a batch of sequences step by step. Request i of a batch has slot i of the verifier.
+class DecodeLoop:
+    """Decodes requests step by step. One thread calls `step`; `scheduler` takes requests from any.
 
-    default: for sequences without a speculation of their own.   costs: learns from every verification.
+    A step commits all of its tokens or none. If a drafter or a controller fails, its requests go on without drafts; if
+    a sampler fails, its request fails alone; if an engine's call fails, the step is repeated.
+
+    plain: how a request decodes without drafts.   costs: learns from every verification.
     """
 
     def __init__(
-        self, verifier: Verifier, default: Speculation | None = None, costs: VerifyCosts | None = None
+        self, verifier: Verifier, plain: Speculation, costs: VerifyCosts | None = None, max_waiting: int | None = None
     ) -> None:
         self.verifier = verifier
-        self.costs = costs
-        self.clock = verifier.clock
-        self.ranges = verifier.ranges
-        self.record: Recorder = no_record
-        self._default = default
+        self.scheduler = Scheduler(verifier, max_waiting)
+        self.plain = plain
+        self._costs = costs
+        self._progress = time.monotonic()
+        self._error: RedraftError | None = None
+        self._ranges = verifier.ranges
 
-    def begin(self, seq: Request, slot: int) -> None:
-        """Compute the prompt of `seq` in the slot after the batch's, and commit its first token."""
-        if seq.speculation is None:
-            assert self._default is not None, "neither the sequence nor the cycle has a speculation"
-            seq.speculation = self._default
-        drafter = seq.speculation.drafter
-        drafter.begin(seq)
-        for start, tokens in self.verifier.prefill(seq, slot):
-            drafter.prefilled(seq, slot, start, tokens)
-        seq.begin(self.verifier.first_outcome(seq, slot), self.clock)
+    def add(self, request: Request, limited: bool = False) -> None:
+        """Add a request. Raises QueueFull as `Scheduler.add`."""
+        request.plain = self.plain
+        request.speculation = request.speculation or self.plain
+        request.started = time.perf_counter()
+        if not len(self.scheduler):
+            self._progress = time.monotonic()
+        self.scheduler.add(request, limited)
 
-    def step(self, batch: Sequence[Request]) -> None:
-        """Verify one tree of every sequence in one call. Each sequence gains at least one token."""
-        stage, controller = self.ranges.stage, controller_of(batch)
-        with stage(STEP):
+    @property
+    def busy(self) -> bool:
+        """True if a step would do something."""
+        return self.scheduler.busy
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step of all requests, and return what it brought."""
+        batch = self.scheduler.schedule()
+        if batch.steps:
+            with self._ranges.stage(STEP):
+                self.draft(batch)
+                self.verify(batch)
+                self.commit(batch)
+        for chunk in batch.chunks:
+            self.compute(chunk)
+        outputs = self.scheduler.update(batch)
+        if outputs or batch.chunks:
+            self._progress = time.monotonic()
+        return outputs
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Decode requests to their end, in this thread. Raises the error of the first one that failed."""
+        requests = list(requests)
+        for request in requests:
+            self.add(request)
+        while self.busy:
+            self.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+
+    def draft(self, batch: Batch) -> None:
+        """Choose offers, make the trees that they need, and cut them to what is worth verifying."""
+        stage, controller = self._ranges.stage, controller_of(batch)
+        with drafting(*batch.requests):
             with stage("offers"):
-                plans = self.plan(controller, batch)
-            trees, made, calls = self.draft(controller, batch, plans)
-            outcomes = self.verifier.verify(batch, trees, made)
-            with stage("commit"):
-                times = self._times(plans, trees, calls)
-                self.commit(controller, batch, plans, trees, outcomes, times)
-        self.learn(controller, len(batch), times)
-        self.ranges.count(trees, outcomes)
+                controller.plan(batch)
+            calls = calls_of(batch.steps)
+            for maker, kind in calls:
+                with stage(f"{STAGES[kind]} {maker.name}"):
+                    self._make(batch, maker, kind)
+            if batch.speculates:
+                with stage("choose"):
+                    controller.cut(batch)
+            if batch.nodes > batch.limits.rows:
+                raise ValueError(f"a tree of {batch.nodes} nodes, root included, and room for {batch.limits.rows}")
+            batch.times.offers_ms = stage("offers").latest * 1e3
+            batch.times.made_ms = {(m.name, k): stage(f"{STAGES[k]} {m.name}").latest * 1e3 for m, k in calls}
+            return
+        for step in batch.steps:  # a controller failed
+            step.plan, step.made, step.tree = (plain := RequestStep.of(step.request)).plan, None, plain.tree
 
-    def plan(self, controller: Controller, batch: Sequence[Request]) -> list[Plan]:
-        """Return the offers to use, for each sequence."""
-        controller.begin(len(batch), methods_of(batch))
-        limits = self._limits(controller, batch)
-        if all([limit is NO_TREE for limit in limits]):
-            return [Plan(NO_TREE, root_only(seq.tokens[-1])) for seq in batch]
-        offers: list[Sequence[Offer]] = [
-            () if limit is NO_TREE else seq.speculation.drafter.offers(seq, limit.budget)
-            for seq, limit in zip(batch, limits, strict=True)
-        ]
-        return controller.plan(batch, offers, limits)
+    def _make(self, batch: Batch, maker: TreeMaker, kind: OfferKind) -> None:
+        """Let a drafter make the trees that were planned."""
+        steps = [step for step in batch.steps if step.plan.kind is kind and step.plan.makes(maker)]
+        budgets = [step.plan.limits.budget if step in steps else NO_SPECULATION for step in batch.steps]
+        with drafting(*[step.request for step in steps]):
+            trees = (maker.resample if kind is OfferKind.RESAMPLE else maker.draft)(batch.requests, budgets)
+            for step, tree in zip(batch.steps, trees, strict=True):
+                if step in steps:
+                    batch.check(step.request, tree)
+                    step.made = tree
 
-    def _limits(self, controller: Controller, batch: Sequence[Request]) -> list[StepLimits]:
-        verifier = self.verifier
-        rows = min(verifier.max_model_len - max([seq.cache_len for seq in batch]), verifier.largest_tree)
-        block_rows = verifier.block_rows
-        on_device = verifier.device.step_graphs
-        found = []
-        for seq in batch:
-            past_end = on_device and seq.speculation.drafter.has_engines
-            most = seq.speculation.most
-            budget = fit(controller.budget(seq), seq, rows, most, past_end)
-            branches = verifier.branches and (most is None or most.width > 1)
-            found.append(StepLimits(budget, seq.cache_len, branches, block_rows) if budget.nodes else NO_TREE)
-        return found
+    def verify(self, batch: Batch) -> None:
+        """Verify the trees in one call. If it fails, no request has an outcome."""
+        stage = self._ranges.stage
+        try:
+            outcomes = self.verifier.verify(
+                batch.requests, [step.tree for step in batch.steps], [step.made for step in batch.steps]
+            )
+        except Exception as error:  # noqa: BLE001 - engines and their libraries raise anything
+            self._failed(batch.requests, error)
+            return
+        self._error = None
+        for step, outcome in zip(batch.steps, outcomes, strict=True):
+            step.outcome = outcome
+            step.request.failures = 0
+        batch.times.verified_ms = stage("verify").latest * 1e3
 
-    def draft(
-        self, controller: Controller, batch: Sequence[Request], plans: Sequence[Plan]
-    ) -> tuple[list[Tree], list[Tree | None], list[MakerCall]]:
-        """Return the trees to verify, the new trees by slot, and the drafter calls that made them."""
-        if not any([plan.speculates for plan in plans]):
-            return [plan.found for plan in plans], [], []
-        calls = calls_of(plans)
-        made = self._made(batch, plans, calls)
-        with self.ranges.stage("choose"):
-            return controller.cut(batch, plans, made), made, calls
+    def commit(self, batch: Batch) -> None:
+        """Give every request its tokens, and report the outcome of its tree to its drafter and its controller."""
+        verified = [step for step in batch.steps if step.outcome is not None]
+        if not verified:
+            return
+        stage, times, controller = self._ranges.stage, batch.times, controller_of(batch)
+        with stage("commit"):
+            for step in verified:
+                self._commit(step)
+            times.host_ms = stage(STEP).elapsed * 1e3 - times.verified_ms - sum(times.made_ms.values())
+            with drafting(*batch.requests):
+                controller.observe(batch)
+        if self._costs is not None:
+            rows = self._costs.rows([len(step.tree) for step in batch.steps])
+            self._costs.observe(batch.sequences, rows, times.verified_ms)
+        self.scheduler.verified(times.verified_ms)
+        self._ranges.count([step.tree for step in verified], [step.outcome for step in verified if step.outcome])
 
-    def _made(self, batch: Sequence[Request], plans: Sequence[Plan], calls: Sequence[MakerCall]) -> list[Tree | None]:
-        """Make the planned trees, by slot."""
-        made: list[Tree | None] = [None] * len(batch)
-        for maker, kind in calls:
-            budgets = [
-                plan.limits.budget if plan.kind is kind and plan.make and plan.make.maker is maker else NO_SPECULATION
-                for plan in plans
-            ]
-            with self.ranges.stage(f"{STAGES[kind]} {maker.name}"):
-                trees = (maker.resample if kind is OfferKind.RESAMPLE else maker.draft)(batch, budgets)
-            for slot, budget in enumerate(budgets):
-                if budget.nodes:
-                    made[slot] = trees[slot]
-        return made
+    def _commit(self, step: RequestStep) -> None:
+        request, outcome = step.request, step.outcome
+        assert outcome is not None
+        before = len(request.tokens)
+        try:
+            if request.record is not None and outcome.error is None:
+                request.record(request, step.plan, step.tree, outcome)
+            request.commit(step.tree, outcome)
+        except Exception as error:  # noqa: BLE001 - a trace's file or a detokenizer may raise anything
+            request.fail(as_redraft_error(error, "the step could not be committed"))
+        step.tokens = tuple(request.tokens[before:])
+        if outcome.error is None:
+            with drafting(request):
+                request.speculation.drafter.accept(request, step.tree, outcome)
 
-    def commit(
-        self, controller: Controller, batch: Sequence[Request], plans: Sequence[Plan], trees: Sequence[Tree],
-        outcomes: Sequence[Outcome], times: StepTimes,
-    ) -> None:  # fmt: skip
-        """Give every sequence its tokens, and report each tree's outcome to its drafter and its controller."""
-        if times.speculated:
-            controller.timed(times.offers_ms, times.made_ms, times.nodes)
-        for seq, plan, tree, outcome in zip(batch, plans, trees, outcomes, strict=True):
-            if outcome.error is not None:  # the request ends, and has no whole step to learn from
-                seq.commit(tree, outcome)
-                continue
-            self.record(seq, plan, tree, outcome)
-            seq.commit(tree, outcome)
-            seq.speculation.drafter.accept(seq, tree, outcome)
-            controller.observe(seq, plan, tree, outcome)
+    def compute(self, chunk: Chunk) -> None:
+        """Compute a chunk's rows. If the call fails, the rows are still missing."""
+        request, stage = chunk.request, self._ranges.stage
+        if request.finish_reason is not None:
+            return
+        started = time.perf_counter()
+        try:
+            with stage("prefill"):
+                self.verifier.compute(request, chunk.start, chunk.tokens)
+        except Exception as error:  # noqa: BLE001 - as in `verify`
+            self._failed([request], error)
+            return
+        request.failures, self._error = 0, None
+        request.num_computed_tokens += chunk.tokens
+        with drafting(request):
+            request.speculation.drafter.prefilled(request, request.slot, chunk.start, chunk.tokens)
+        self.scheduler.computed(chunk.tokens, (time.perf_counter() - started) * 1e3)
 
-    def _times(self, plans: Sequence[Plan], trees: Sequence[Tree], calls: Sequence[MakerCall]) -> StepTimes:
-        stage = self.ranges.stage
-        made_ms = {(m.name, kind): stage(f"{STAGES[kind]} {m.name}").latest * 1e3 for m, kind in calls}
-        return StepTimes(
-            any([plan.speculates for plan in plans]), max(map(len, trees)), stage("offers").latest * 1e3, made_ms,
-            stage("verify").latest * 1e3,
-        )  # fmt: skip
+    def _failed(self, requests: Iterable[Request], error: Exception) -> None:
+        """Note a call that failed. Requests of too many such calls fail, the others are in the next step again.
 
-    def learn(self, controller: Controller, sequences: int, times: StepTimes) -> None:
-        """Update costs from the verifier's call, and the controller from the host's own time."""
-        if self.costs is not None:
-            self.costs.observe(sequences, times.nodes, times.verified_ms)
-        host_ms = self.ranges.stage(STEP).latest * 1e3 - times.verified_ms - sum(times.made_ms.values())
-        controller.ended(times.speculated, host_ms)
+        A request whose sampler has chosen already fails at once: samplers keep state, and choose a token once.
+        """
+        self._error = as_redraft_error(error, "an engine's call failed")
+        for request in requests:
+            request.failures += 1
+            if request.failures >= MOST_FAILURES or request.sampled:
+                request.fail(self._error)
 
-    def move(self, seq: Request, source: int, target: int) -> None:
-        """Move `seq` from slot `source` to slot `target`."""
-        self.verifier.move(source, target, seq.cache_len)
-        seq.speculation.drafter.move(seq, source, target)
+    def note(self, error: RedraftError) -> None:
+        """Let `health` show an error."""
+        self._error = error
+
+    @property
+    def health(self) -> Health:
+        """The loop's state now."""
+        requests = len(self.scheduler)
+        idle = time.monotonic() - self._progress if requests else 0.0
+        return Health(requests, self.scheduler.waiting, self.scheduler.slots.prefixes, idle, self._error)
 
 
-def calls_of(plans: Iterable[Plan]) -> list[MakerCall]:
+def calls_of(steps: Iterable[RequestStep]) -> list[MakerCall]:
     """Return the drafter calls that plans need, one a drafter and kind.
 
     Resampling comes first: a fresh draft may overwrite its inputs.
     """
+    plans = [step.plan for step in steps]
     calls = {(plan.make.maker, plan.kind): None for plan in plans if plan.make is not None and plan.make.maker}
     return sorted(calls, key=lambda call: call[1] is OfferKind.FRESH) if len(calls) > 1 else list(calls)
-
-
-def controller_of(batch: Sequence[Request]) -> Controller:
-    """Return the controller of all sequences, or one that asks each sequence's own."""
-    first = batch[0].speculation.controller
-    if len(batch) == 1 or all([seq.speculation.controller is first for seq in batch]):
-        return first
-    return Controllers(batch)
-
-
-def methods_of(batch: Sequence[Request]) -> str:
-    """Return the names of a batch's methods."""
-    first = batch[0].speculation.method
-    if len(batch) == 1 or all([seq.speculation.method == first for seq in batch]):
-        return first
-    return " ".join(sorted({seq.speculation.method for seq in batch}))
-
-
-def fit(budget: Budget, seq: Request, rows: int, most: Budget | None = None, past_end: bool = False) -> Budget:
-    """Cut `budget` to `most`, to the tokens that `seq` may still commit, and to the rows that its slot still has.
-
-    past_end: trees may reach past the last token, since cutting them on a device costs more than dropping tokens.
-    """
-    depth, nodes, width = seq.remaining - 1, rows - 1, budget.width
-    if past_end and depth > 0:
-        depth = budget.depth
-    if most is not None:
-        depth, nodes, width = min(depth, most.depth), min(nodes, most.nodes), min(width, most.width)
-    if depth < 1 or nodes < 1 or width < 1 or budget.depth < 1:
-        return NO_SPECULATION
-    if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
-        return budget
-    return replace(budget, nodes=min(nodes, budget.nodes), depth=min(depth, budget.depth), width=width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
@@ -62,11 +62,14 @@ class RequestMaker:
 
     def make(
         self, prompts: Iterable[Prompt], parameters: Sequence[Parameters], forced: Acceptance | None,
-        record_logit_margins: bool,
+        record_logit_margins: bool, before_measuring: Callable[[], None] | None = None,
     ) -> list[Request]:  # fmt: skip
-        """Return a request for each prompt. Raises UsageError, BundleError and BackendError."""
+        """Return a request for each prompt. Raises UsageError, BundleError and BackendError.
+
+        before_measuring: as in `SpeculationFactory.create`.
+        """
         keys = [(how, params.constraint is not None) for params, how in parameters]
-        speculations = {key: self.speculation.create(*key, forced) for key in dict.fromkeys(keys)}
+        speculations = {key: self.speculation.create(*key, forced, before_measuring) for key in dict.fromkeys(keys)}
         requests = []
         for prompt, (params, how), key in zip(prompts, parameters, keys, strict=True):
             request = self._request(self.encode(prompt), params, forced, record_logit_margins)

@@ -1,49 +1,232 @@
-"""Scheduling of requests: it admits waiting requests to free slots, steps all, and removes finished ones."""
+"""Scheduling: which requests a step works on, and how many of their rows it computes."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from redraft.runtime.loop.decode_loop import Cycle
-from redraft.runtime.requests.request import Request
+from redraft.errors import RedraftError
+from redraft.runtime.loop.slots import Slots
+from redraft.runtime.loop.waiting import WaitingQueue
+from redraft.runtime.requests.batch import Batch, CallLimits, Chunk, RequestStep
+from redraft.runtime.requests.request import FinishReason, Request, drafting
+from redraft.runtime.steps.verifier import PREFILL_CHUNK, Verifier
+
+CHUNK_SHARE = 1.6
+"""Time of a step's prompt rows, relative to the verification that running requests wait for. The gap between their
+tokens is then at most 2.6 times the usual one, and a prompt beside them takes 1.6 times as long as alone."""
+LEAST_CHUNK = 8
+"""Prompt rows of a step, at least. Fewer would take nearly as long."""
+_LEARN = 0.25
 
 
-def run(cycle: Cycle, requests: Iterable[Request]) -> Iterator[None]:
-    """Run every request to its end, at most `max_num_seqs` at a time.
+class QueueFull(RedraftError):
+    """More requests wait than the queue takes.
 
-    Yields after every first token and after every step.
+    wait_seconds: estimate until one of them gets a slot; None if no request has ended yet.
     """
-    waiting = deque(requests)
-    batch: list[Request] = []
-    while waiting or batch:
-        while waiting and len(batch) < cycle.verifier.max_num_seqs:
-            admit(cycle, batch, waiting.popleft())
-            yield
-            retire(cycle, batch)
-        if batch:
-            cycle.step(batch)
-            yield
-            retire(cycle, batch)
+
+    def __init__(self, waiting: int, wait_seconds: float | None) -> None:
+        estimate = "" if wait_seconds is None else f", about {wait_seconds:.1f} seconds until one starts"
+        super().__init__(f"{waiting} requests wait already{estimate}", "try again later, or raise max_waiting")
+        self.wait_seconds = wait_seconds
 
 
-def admit(cycle: Cycle, batch: list[Request], seq: Request) -> None:
-    """Compute the prompt of `seq` in the first free slot, which follows the batch's."""
-    slot = len(batch)
-    batch.append(seq)
-    seq.started = time.perf_counter()
-    with cycle.ranges.stage("begin"):
-        cycle.begin(seq, slot)
+@dataclass(frozen=True, eq=False)
+class RequestOutput:
+    """What a step brought to one request.
+
+    token_ids: its new tokens.   step: the step that brought them; None if the request ended without one.
+    finish_reason: why it ended; None if it runs on.
+    """
+
+    request: Request
+    token_ids: tuple[int, ...] = ()
+    step: RequestStep | None = None
+    finish_reason: FinishReason | None = None
 
 
-def retire(cycle: Cycle, batch: list[Request]) -> None:
-    """Remove finished sequences. The last sequence moves to each free slot, so that slots have no gap."""
-    for slot in reversed(range(len(batch))):
-        if batch[slot].finish_reason is not None:
-            batch[slot].ended = cycle.clock.copy()
-            batch[slot].speculation.drafter.finish(batch[slot])
-            last = batch.pop()
-            if slot < len(batch):
-                cycle.move(last, len(batch), slot)
-                batch[slot] = last
+class Scheduler:
+    """Holds all requests. `add` and `abort` may be called from any thread, `schedule` and `update` from the loop's.
+
+    A step verifies the tree of every running request, and computes rows of prompts in the time that is left: so no
+    running request waits for more than one chunk. A request with a smaller priority takes the slot of one with a larger
+    priority, which is parked and goes on later with the same text.
+    """
+
+    def __init__(self, verifier: Verifier, max_waiting: int | None = None) -> None:
+        """max_waiting: most requests without a slot; None for any number."""
+        self._verifier = verifier
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()
+        self._waiting = WaitingQueue()
+        self._aborted: deque[Request] = deque()
+        self._ended: list[RequestOutput] = []
+        self._deadlines: set[Request] = set()
+        self._row_ms: float | None = None
+        self._verified_ms = 0.0
+        self._request_seconds: float | None = None
+        self._last_end = 0.0
+        self.slots = Slots(verifier)
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._waiting) + len(self.slots.running) + len(self.slots.filling)
+
+    @property
+    def busy(self) -> bool:
+        """True if a request has not ended, or if an output was not returned yet."""
+        return len(self) > 0 or bool(self._ended or self._aborted)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        with self._lock:
+            return [*self.slots.running, *self.slots.filling, *self._waiting]
+
+    def add(self, request: Request, limited: bool = False) -> None:
+        """Add a request. Raises QueueFull if it would wait and too many do, unless it is not `limited`."""
+        with self._lock:
+            if len(self) == 0:
+                self._last_end = 0.0  # the time without requests says nothing of their pace
+            most = None if self._max_waiting is None else self._max_waiting + max(self.slots.free, 0)
+            if limited and most is not None and len(self._waiting) >= most:
+                pace = self._request_seconds
+                raise QueueFull(len(self._waiting), None if pace is None else pace * len(self._waiting))
+            self._waiting.push(request)
+
+    def end_all(self, error: RedraftError) -> list[RequestOutput]:
+        """End every request with an error. Returns these outputs, and those that were not returned yet."""
+        outputs, self._ended = self._ended, []
+        for request in self.requests:
+            request.fail(error)
+            request.ended = self._verifier.clock.copy()
+            outputs.append(RequestOutput(request, finish_reason=request.finish_reason))
+        return outputs
+
+    def abort(self, request: Request) -> None:
+        """End a request before the next step. Does nothing if it has ended."""
+        self._aborted.append(request)
+
+    def schedule(self) -> Batch:
+        """Return the next step: a tree of every running request, and chunks of those whose rows are missing."""
+        self._end_early()
+        self._admit()
+        slots, verifier = self.slots, self._verifier
+        for request in [one for one in slots.filling if one.missing_rows == 0]:
+            slots.join(request)
+        steps = [RequestStep.of(request) for request in slots.running]
+        most = max([request.num_computed_tokens for request in slots.running], default=0)
+        rows = min(verifier.max_model_len - most, verifier.largest_tree, verifier.most_rows // max(len(steps), 1))
+        past_end = verifier.device.step_graphs
+        limits = CallLimits(rows, verifier.branches, verifier.block_rows, past_end, verifier.vocabulary)
+        return Batch(steps, limits, self._chunks())
+
+    def update(self, batch: Batch) -> list[RequestOutput]:
+        """Take the slots of requests that ended, and return what the step brought."""
+        outputs, self._ended = self._ended, []
+        for step in batch.steps:
+            request = step.request
+            if step.tokens or request.finish_reason is not None:
+                outputs.append(RequestOutput(request, step.tokens, step, request.finish_reason))
+        for request in [one for one in self.slots.filling if one.finish_reason is not None]:
+            outputs.append(RequestOutput(request, (), None, request.finish_reason))
+        for output in outputs:
+            if output.finish_reason is not None and output.request.slot >= 0:
+                self._leave(output.request)
+        return outputs
+
+    def computed(self, rows: int, ms: float) -> None:
+        """Learn the time of prompt rows."""
+        known = self._row_ms
+        self._row_ms = ms / rows if known is None else known + _LEARN * (ms / rows - known)
+
+    def verified(self, ms: float) -> None:
+        """Learn the time of a verification."""
+        self._verified_ms += _LEARN * (ms - self._verified_ms) if self._verified_ms else ms
+
+    def _end_early(self) -> None:
+        """End requests that were aborted, and those whose deadline has passed."""
+        now = time.monotonic()
+        with self._lock:
+            while self._aborted:
+                self._end(self._aborted.popleft(), "abort")
+            late = [request for request in self._deadlines if request.deadline is not None and request.deadline <= now]
+            for request in [*self._waiting.expired(now), *late]:
+                self._end(request, "timeout")
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.finish_reason is not None:
+            return
+        self._waiting.remove(request)
+        request.finish_reason, request.ended = reason, self._verifier.clock.copy()
+        self._ended.append(RequestOutput(request, finish_reason=reason))
+        if request.slot >= 0:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Take the slot of a request that ended. Rows of a failed one are dropped."""
+        request.ended = self._verifier.clock.copy()
+        if request.finish_reason in ("stop", "length"):
+            with drafting(request):
+                request.speculation.drafter.finish(request)
+        self.slots.leave(request, park=request.finish_reason != "error")
+        self._deadlines.discard(request)
+        now = time.perf_counter()
+        if self._last_end:
+            pace = now - self._last_end
+            known = self._request_seconds
+            self._request_seconds = pace if known is None else known + _LEARN * (pace - known)
+        self._last_end = now
+
+    def _admit(self) -> None:
+        """Give slots to waiting requests. Requests of larger priorities make room for those of smaller ones."""
+        while True:
+            with self._lock:
+                priority = self._waiting.priority
+                if priority is None or not (self.slots.free or self._preempt(priority)):
+                    return
+                request = self._waiting.pop()
+            try:
+                self.slots.admit(request)
+            except BaseException:  # a fault of ours: whoever ends all requests must know this one
+                self._waiting.push(request, first=True)
+                raise
+            if request.deadline is not None:
+                self._deadlines.add(request)
+
+    def _preempt(self, priority: int) -> bool:
+        """Park the youngest request of the largest priority number, if that is larger than `priority`."""
+        requests = [*self.slots.running, *self.slots.filling]
+        youngest = max(requests, key=lambda request: (request.priority, request.started))
+        if youngest.priority <= priority:
+            return False
+        self.slots.leave(youngest)
+        youngest.num_computed_tokens = 0
+        self._deadlines.discard(youngest)
+        self._waiting.push(youngest, first=True)
+        return True
+
+    def _chunks(self) -> list[Chunk]:
+        """Return the rows to compute beside the verification, of the first requests first."""
+        budget, chunks = self._budget(), list[Chunk]()
+        for request in sorted(self.slots.filling, key=lambda request: request.priority):
+            rows = min(request.missing_rows, budget, PREFILL_CHUNK)
+            if rows > 0:
+                chunks.append(Chunk(request, request.num_computed_tokens, rows))
+                budget -= rows
+        return chunks
+
+    def _budget(self) -> int:
+        """Return the prompt rows of a step. If nobody waits for its end, it is a whole chunk."""
+        if not self.slots.running or self._row_ms is None or not self._verified_ms:
+            return PREFILL_CHUNK if not self.slots.running else LEAST_CHUNK
+        rows = int(CHUNK_SHARE * self._verified_ms / max(self._row_ms, 1e-6))
+        return min(max(rows, LEAST_CHUNK), PREFILL_CHUNK)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from redraft import names
 from redraft.engines import Bundle, check_tree
 from redraft.errors import UsageError
+from redraft.lru import LruCache
 from redraft.methods import NONE, UNBUILT, find_method
 from redraft.runtime.controllers.adaptive import Adaptive
 from redraft.runtime.controllers.base import Controller, FixedBudget
@@ -21,6 +23,7 @@ from redraft.runtime.drafters import Drafter, default_word, load_drafter, method
 from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.chain_lookups import ForcedDrafter, PredictionDrafter
 from redraft.runtime.drafters.engine import EngineDrafter
+from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.drafters.synthetic import Acceptance, SyntheticDrafter
 from redraft.runtime.params import SpeculationParams
 from redraft.runtime.steps.exactness import settle_exactness
@@ -29,6 +32,7 @@ from redraft.runtime.steps.verifier import Verifier
 from redraft.runtime.trees.offers import Speculation
 from redraft.types import NO_SPECULATION, Budget
 
+_MOST_KNOWN, _MOST_CONTROLLERS = 4096, 256
 _ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
 
 
@@ -61,7 +65,11 @@ class SpeculationFactory:
         self._drafters: dict[str, Drafter] = {}
         self._adaptive = Adaptive(costs)
         self._expected: set[str] = set()
-        self._controllers: dict[LengthRule | Budget, Controller] = {}
+        self._controllers: LruCache[LengthRule | Budget, Controller] = LruCache(_MOST_CONTROLLERS)
+        self._known: set[tuple[Any, ...]] = set()
+        self._lock = threading.RLock()
+        self.plain = Speculation(NoDrafter(verifier), FixedBudget(NO_SPECULATION), NONE)
+        """How a request decodes without drafts."""
 
     @property
     def default_method(self) -> str:
@@ -80,7 +88,7 @@ class SpeculationFactory:
     def close(self) -> None:
         """Release the drafters. Closing again does nothing."""
         self._drafters.clear()
-        for name in ("predicted", "forced", "_verifier"):
+        for name in ("predicted", "forced", "plain", "_verifier"):
             self.__dict__.pop(name, None)
 
     def forget(self, tenant: str) -> None:
@@ -88,11 +96,30 @@ class SpeculationFactory:
         for drafter in self._drafters.values():
             drafter.forget(tenant)
 
-    def create(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:  # noqa: C901, PLR0912 - one branch for each kind of method and controller
+    def knows(self, asked: SpeculationParams, constrained: bool) -> bool:
+        """True if `create` has returned for such parameters before, so it opens and measures nothing."""
+        return _key(asked, constrained) in self._known
+
+    def create(
+        self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None,
+        before_measuring: Callable[[], None] | None = None,
+    ) -> Speculation:  # fmt: skip
         """Return how requests with these parameters speculate. Raises UsageError.
 
         constrained: whether their texts must match a grammar, whose forced tokens are then drafted.
+        before_measuring: called before calls are timed, which overwrite rows. None measures nothing, while requests
+            run: costs are then learned from their calls alone.
         """
+        with self._lock:
+            created = self._created(asked, constrained, forced, before_measuring)
+            if len(self._known) < _MOST_KNOWN:
+                self._known.add(_key(asked, constrained))
+            return created
+
+    def _created(  # noqa: C901, PLR0912 - one branch for each kind of method and controller
+        self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None,
+        before_measuring: Callable[[], None] | None,
+    ) -> Speculation:  # fmt: skip
         word, budget = asked.method or self.default_method, asked.budget
         self._check_budget(budget)
         name, lookup = split_pair(word)
@@ -131,7 +158,7 @@ class SpeculationFactory:
             word = f"{word} {budget.nodes},{budget.depth},{budget.width}"
         if forced is not None:
             return Speculation(drafter, Adaptive(self._costs), word, most)
-        self._expect_costs(name)
+        self._expect_costs(name, before_measuring)
         return Speculation(drafter, self._adaptive, word, most)
 
     def drafter(self, name: str) -> Drafter:
@@ -155,11 +182,9 @@ class SpeculationFactory:
         """Return the controller that does not weigh costs. Requests with equal settings share it in a batch."""
         size = asked.rule or asked.budget
         assert size is not None
-        found = self._controllers.get(size)
-        if found is None:
-            made = FixedBudget(size) if isinstance(size, Budget) else LengthController(size)
-            found = self._controllers[size] = made
-        return found
+        return self._controllers.get(
+            size, lambda: FixedBudget(size) if isinstance(size, Budget) else LengthController(size)
+        )
 
     def _check_budget(self, budget: Budget | None) -> None:
         """Raise UsageError for trees that the device cannot verify."""
@@ -178,9 +203,16 @@ class SpeculationFactory:
             self._drafters[word] = Pair(self.drafter(lookup), drafter)
         return self._drafters[word]
 
-    def _expect_costs(self, name: str) -> None:
+    def _expect_costs(self, name: str, before_measuring: Callable[[], None] | None) -> None:
         """Give the controller the costs of a drafter's calls when they are first needed."""
         drafter = self._drafters[name]
-        if name not in self._expected and isinstance(drafter, EngineDrafter):
+        if before_measuring is not None and name not in self._expected and isinstance(drafter, EngineDrafter):
+            before_measuring()
             self._expected.add(name)
             self._adaptive.expect(name, cached_costs(self._verifier, drafter, {**self._identity, "method": name}))
+
+
+def _key(asked: SpeculationParams, constrained: bool) -> tuple[Any, ...]:
+    """Return what decides the drafters and controllers of requests."""
+    given = asked.prediction is not None, asked.tenant is not None
+    return asked.method, asked.budget, asked.controller, *given, constrained

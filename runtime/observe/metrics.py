@@ -63,7 +63,7 @@ class Metrics:
     mean_acceptance_length:    tokens per verification step, the bonus included; 1 if no draft is accepted.
     draft_acceptance_rate:     accepted over drafted tokens.
     acceptance_histogram:      entry k: speculative steps that accepted k drafted tokens.
-    decode_tokens_per_second:  tokens after the first, over the time of their steps.
+    decode_tokens_per_second:  tokens over the time of their steps, without those of the prompt.
     overhead_fraction:         share of that time outside engine calls.
     stage_ms:                  that time by stage; `host` is the rest.
     size_histogram:            entry n: steps that verified n nodes, the root included.
@@ -96,7 +96,7 @@ class Metrics:
 def summarise(
     counters: Counters, begin: Clock, end: Clock, decoded: int, first_token_seconds: float, synthetic: bool = False
 ) -> Metrics:
-    """Return the metrics of a request that decoded `decoded` tokens after its first between two clock readings."""
+    """Return the metrics of a request that decoded `decoded` tokens between two clock readings."""
     total, engine = end.total - begin.total, end.engine - begin.engine
     stages = {name: (getattr(end, name) - getattr(begin, name)) * 1e3 for name in ("draft", "verify", "resample")}
     stages["host"] = max(total * 1e3 - sum(stages.values()), 0.0)

@@ -6,7 +6,7 @@ One `with` updates the clock of the metrics and the listener, if any.
            choose, fill              cutting the trees; the engine's inputs
            verify                    the verifier's engine call; on a device, it contains `wait` for the result
            accept, commit            accepted tokens, and moved rows; updates of sequences, drafter and controller
-    begin  prefill                   a request's prompt, chunk by chunk
+    prefill                          a chunk of a prompt
 
 Only profiles have a listener. Without one, a range of the metrics reads the clock twice, and any other range costs
 nothing.
@@ -85,6 +85,11 @@ class StageTimer:
         if self.listener is not None:
             self.listener.leave(self.name, self._started, ended)
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was entered."""
+        return time.perf_counter() - self._started
+
     def add(self, spent: float) -> None:
         """Add seconds to the latest time, and to the clock's field."""
         self.latest += spent
@@ -149,7 +154,7 @@ class _NoTimer:
     """A range without a listener or a field of the clock."""
 
     __slots__ = ()
-    latest = 0.0
+    latest = elapsed = 0.0
 
     def __enter__(self) -> None: ...
 

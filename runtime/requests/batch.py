@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from redraft.runtime.requests.request import Request
+import numpy as np
+
+from redraft.runtime.requests.request import Request, drafting
 from redraft.runtime.trees.offers import NO_TREE, Offer, Plan, StepLimits
 from redraft.runtime.trees.tree import root_only
 from redraft.types import NO_SPECULATION, Budget, OfferKind, Outcome, Tree
@@ -41,6 +44,7 @@ class CallLimits(NamedTuple):
 
     rows:      most nodes of a tree, root included: the room of the fullest slot, and the largest call.
     branches:  False if the verifier takes chains only.   block_rows: as in `StepLimits`.
+    vocabulary: number of token ids.
     past_end:  trees of drafters with engines may reach past a request's last token, since cutting them on a device
                costs more than dropping tokens.
     """
@@ -49,6 +53,7 @@ class CallLimits(NamedTuple):
     branches: bool = True
     block_rows: int | None = None
     past_end: bool = False
+    vocabulary: int = sys.maxsize
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +62,8 @@ class RequestStep:
 
     plan:    the offers to use; the root alone until a controller plans.
     made:    the tree that a drafter made for it in this step.
-    tree:    the tree to verify.   outcome: of its verification.
+    tree:    the tree to verify.   outcome: of its verification; None before it, and if the call failed.
+    tokens:  the committed tokens.
     """
 
     request: Request
@@ -65,6 +71,7 @@ class RequestStep:
     made: Tree | None = None
     tree: Tree = field(init=False)
     outcome: Outcome | None = None
+    tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.tree = self.plan.found
@@ -73,6 +80,10 @@ class RequestStep:
     def of(cls, request: Request) -> RequestStep:
         """Return the plain step of a request."""
         return cls(request, Plan(NO_TREE, root_only(request.tokens[-1])))
+
+    def use(self, plan: Plan) -> None:
+        """Set the plan, and its ready tree as the tree to verify."""
+        self.plan, self.tree = plan, plan.found
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +94,9 @@ class Batch:
     chunks:    rows of prompts to compute after the verification.
     sequences: requests in the verifier's call. A controller's part of a batch has fewer steps.
     methods:   names of all their methods.
-    rows:      rows of the call that other controllers' trees take.   widest: nodes of their largest tree.
+    rows:      rows of the call that other controllers' trees take, roots included.
+    widest:    nodes of their largest tree.
+    everyone:  steps of all requests in the call, those of other controllers included.
     """
 
     steps: list[RequestStep]
@@ -94,8 +107,10 @@ class Batch:
     rows: int = 0
     widest: int = 1
     times: StepTimes = field(default_factory=StepTimes)
+    everyone: list[RequestStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.everyone = self.everyone or self.steps
         self.sequences = self.sequences or len(self.steps)
         self.methods = self.methods or methods_of(self.requests)
 
@@ -121,7 +136,7 @@ class Batch:
     def ask(self, step: RequestStep, budget: Budget) -> tuple[StepLimits, Sequence[Offer]]:
         """Return the limits of a request's tree within `budget`, and what its drafter offers within them.
 
-        The limits are NO_TREE, without offers, if no node fits.
+        The limits are NO_TREE, without offers, if no node fits or the drafter fails.
         """
         request, limits = step.request, self.limits
         speculation = request.speculation
@@ -131,8 +146,33 @@ class Batch:
         if not fitting.nodes:
             return NO_TREE, ()
         branches = limits.branches and (most is None or most.width > 1)
-        found = StepLimits(fitting, request.cache_len, branches, limits.block_rows)
-        return found, speculation.drafter.offers(request, fitting)
+        found = StepLimits(fitting, request.num_computed_tokens, branches, limits.block_rows)
+        with drafting(request):
+            return found, self._checked(request, speculation.drafter.offers(request, fitting))
+        return NO_TREE, ()
+
+    def _checked(self, request: Request, offers: Sequence[Offer]) -> Sequence[Offer]:
+        for offer in offers:
+            if offer.tree is not None:
+                self.check(request, offer.tree)
+        return offers
+
+    def check(self, request: Request, tree: Tree) -> None:
+        """Raise ValueError for a tree on the host that is no tree, or not one that continues the request.
+
+        Trees on a device are not read.
+        """
+        if tree.on_device:
+            return
+        tokens, parents = tree.tokens, tree.parents
+        if not 0 < len(tokens) == len(parents) == len(tree.log_probs):
+            raise ValueError(f"a tree has {len(tokens)} tokens and {len(parents)} parents")
+        if tokens[0] != request.tokens[-1] or parents[0] != -1:
+            raise ValueError("a tree does not begin with the last token")
+        if (parents[1:] < 0).any() or (parents[1:] > np.arange(len(parents) - 1)).any():
+            raise ValueError("a tree has a node before its parent")
+        if tokens.min() < 0 or tokens.max() >= self.limits.vocabulary:
+            raise ValueError("a tree has a token that the model does not know")
 
 
 def methods_of(requests: Sequence[Request]) -> str:
@@ -160,16 +200,3 @@ def fit(budget: Budget, request: Request, rows: int, most: Budget | None = None,
     if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
         return budget
     return replace(budget, nodes=min(nodes, budget.nodes), depth=min(depth, budget.depth), width=width)
-
-
-def calls_of(steps: Iterable[RequestStep]) -> list[tuple[object, OfferKind]]:
-    """Return the drafter calls that plans need, one a drafter and kind.
-
-    Resampling comes first: a fresh draft may overwrite its inputs.
-    """
-    calls = {
-        (step.plan.make.maker, step.plan.kind): None
-        for step in steps
-        if step.plan.make is not None and step.plan.make.maker
-    }
-    return sorted(calls, key=lambda call: call[1] is OfferKind.FRESH) if len(calls) > 1 else list(calls)

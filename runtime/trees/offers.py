@@ -72,6 +72,10 @@ class Plan:
         """True if the step asked for offers."""
         return self.kind is not OfferKind.NONE
 
+    def makes(self, maker: TreeMaker) -> bool:
+        """True if this drafter has to make a tree."""
+        return self.make is not None and self.make.maker is maker
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculation:

@@ -22,8 +22,7 @@ from redraft.errors import RedraftError
 from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.steps.verifier import open_verifier
@@ -207,10 +206,8 @@ def compared(bundle: Bundle, texts: Sequence[Text], special: frozenset[int] = fr
             "trees": Speculation(known, FixedBudget(TREES)),
         }
         for mode, way in ways.items():
-            cycle = Cycle(verifier, way)
             requests = [_request(text) for text in some]
-            for _ in scheduler.run(cycle, requests):
-                pass
+            DecodeLoop(verifier, way).run(requests)
             found.add(mode if len(some) == 1 else f"{mode}, batch of {len(some)}", requests)
             if mode == "trees":
                 found.accepted += sum(r.sampler.moved for r in requests if isinstance(r.sampler, Recorder))

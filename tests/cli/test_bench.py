@@ -162,7 +162,7 @@ def test_inexact_decoding_is_refused_if_it_is_the_same(refused: Refused, bundle:
 
 
 def test_forced_acceptance_is_labelled_and_reached(run: Run, redraft: Redraft, bundle: Path, prompts: Path) -> None:
-    arguments = ("bench", "--engines", bundle, "--prompts", prompts, "--limit", "1", "--max-new-tokens", "31",
+    arguments = ("bench", "--engines", bundle, "--prompts", prompts, "--limit", "1", "--max-new-tokens", "30",
                  "--synthetic-acceptance", "1,1", "--budget", "nodes=2,depth=2,width=1")  # fmt: skip
     measured = run(*arguments)
     figures = measured["methods"]["ngram"]

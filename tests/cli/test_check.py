@@ -118,7 +118,7 @@ def swapped(p: Any, q: Any, token: int) -> float:
     ("name", "fault", "acceptance", "options"),
     [
         ("acceptance", swapped, "rejection", ("--draws", 4000)),
-        ("residual", lambda p, q: np.maximum(p - q, 0), "rejection", ("--draws", 8000, "--temperature", 0.4)),
+        ("residual", lambda p, q: np.maximum(p - q, 0), "rejection", ("--draws", 8000, "--temperature", 0.7)),
         ("residual", lambda p, q: p, "rejection", ("--draws", 4000)),
         ("_normalised", lambda weights, otherwise: otherwise, "block", ("--draws", 4000)),
     ],

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import Refused, Run
 from tests.little import Redraft
 
-BEGUN = {"request": 0, "prompt": [5, 6], "first": 7, "table_ms": [0, 1, 1.4, 1.9, 2.2]}
+BEGUN = {"request": 0, "prompt": [5, 6, 7], "table_ms": [0, 1, 1.4, 1.9, 2.2]}
 STEP = {"request": 0, "position": 2, "source": "fresh", "tokens": [7, 8, 9, 4], "parents": [-1, 0, 0, 1],
         "log_probs": [0, -1, -2, -3], "said": [8, 3, 1, 2], "path": [1], "committed": [8, 3]}  # fmt: skip
 CHOICE = {"rate": 1.0, "gains": {"lookup": 0.1, "resample": 0.2, "fresh": 0.4}, "tried": False,

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from redraft.runtime import Runtime
+from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.verifier import Verifier
 from tests.conftest import Once
 
 from .fakes import fix_costs
+
+
+@pytest.fixture(autouse=True)
+def drafters_work(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which a drafter or controller raised, since no text shows it, unless marked."""
+    errors: list[Exception] = []
+    stop = Request.stop_drafting
+
+    def noted(self: Request, error: Exception) -> None:
+        errors.append(error)
+        stop(self, error)
+
+    monkeypatch.setattr(Request, "stop_drafting", noted)
+    yield
+    if request.node.get_closest_marker("faulty_drafts") is None:
+        assert not errors, errors
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild, Precision
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.runtime import Budget, Runtime, SamplingParams
+from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise
 from redraft.runtime.sampling.sampler import Greedy
+from redraft.runtime.steps.verifier import PREFILL_CHUNK, Verifier
 from redraft.runtime.trees.offers import Speculation
 from redraft.types import OfferKind
 from tests.cli.conftest import write_tokenizer
@@ -59,13 +60,31 @@ def lyanna_of(runtime: Runtime, name: str = "lyanna") -> LyannaDrafter:
 
 def admitted(
     runtime: Runtime, requests: list[Request], scripts: dict[int, list[OfferKind]] | None = None, name: str = "lyanna"
-) -> tuple[Cycle, list[Request]]:
-    """Return a cycle and the batch of these requests after their prompts. Without scripts, all steps are plain."""
+) -> tuple[DecodeLoop, list[Request]]:
+    """Return a loop and its running requests, whose prompts are computed. Without scripts, all steps are plain."""
     controller = Scripted(FULL, scripts or {id(seq): [] for seq in requests})
-    cycle, batch = Cycle(runtime.verifier, Speculation(lyanna_of(runtime, name), controller)), list[Request]()
+    loop = DecodeLoop(runtime.verifier, Speculation(lyanna_of(runtime, name), controller))
     for seq in requests:
-        scheduler.admit(cycle, batch, seq)
-    return cycle, batch
+        admit(loop, seq)
+    return loop, loop.scheduler.slots.running
+
+
+def admit(loop: DecodeLoop, seq: Request) -> None:
+    """Compute the prompt of a request, and let it run."""
+    loop.add(seq)
+    slots = loop.scheduler.slots
+    slots.admit(loop.scheduler._waiting.pop())
+    fill(loop.verifier, seq, seq.speculation.drafter)
+    assert slots.join(seq)
+
+
+def fill(verifier: Verifier, seq: Request, drafter: Drafter | None = None) -> None:
+    """Compute all rows of a request but the root's in its slot."""
+    while rows := min(seq.missing_rows, PREFILL_CHUNK):
+        verifier.compute(seq, seq.num_computed_tokens, rows)
+        if drafter is not None:
+            drafter.prefilled(seq, seq.slot, seq.num_computed_tokens, rows)
+        seq.num_computed_tokens += rows
 
 
 def write_lyanna_bundle(folder: Path, precision: Precision = "fp32") -> Path:

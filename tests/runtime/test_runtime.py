@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_speculation_saves_steps_on_repetitive_text() -> None:
     result = runtime.generate(["abcdefgh " + ""], greedy(100))[0]
     assert bytes(result.token_ids) == cycle[:100]
     assert result.metrics.mean_acceptance_length > 3
-    assert result.metrics.num_steps * result.metrics.mean_acceptance_length == pytest.approx(99)
+    assert result.metrics.num_steps * result.metrics.mean_acceptance_length == pytest.approx(100)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 257])
@@ -79,18 +80,18 @@ def test_chunked_prefill(length: int) -> None:
 
 def test_eos_in_the_middle_of_an_accepted_path() -> None:
     """Tokens drafted and accepted after the end of the sequence are cut. Only the ids include EOS."""
-    prompt = [*b"abcdefgh", EOS, *b"ijklmnop", *b"ab"]
-    said = [*b"cdefgh", EOS, *b"ijklmnop"]
+    prompt = [*b"abcdefgh", EOS, *b"ijklmnop", *b"abc"]
+    said = [*b"defgh", EOS, *b"ijklmnop"]
     runtime = make_runtime(script(said, len(prompt)))
     how = SpeculationParams(budget=Budget(20, 10, 2))
     result = runtime.generate([prompt], greedy(40), how)[0]
-    assert list(result.token_ids) == said[:7]
-    assert result.text == "cdefgh"
+    assert list(result.token_ids) == said[:6]
+    assert result.text == "defgh"
     assert result.finish_reason == "stop"
     assert result.metrics.num_steps == 1
     assert result.metrics.num_accepted_draft_tokens == 6  # tokens that were cut do not count
     beyond = runtime.generate(
-        [prompt], greedy(15, ignore_eos=True), speculation=SpeculationParams(budget=Budget(20, 10, 2))
+        [prompt], greedy(14, ignore_eos=True), speculation=SpeculationParams(budget=Budget(20, 10, 2))
     )[0]
     assert list(beyond.token_ids) == said
 
@@ -201,14 +202,19 @@ def test_synthetic_acceptance_is_forced_seeded_and_labelled() -> None:
 
 
 def test_a_closed_runtime_refuses_calls() -> None:
-    """A stream that began earlier fails at its next token."""
-    runtime = make_runtime()
-    stream = runtime.stream([5, 6, 7], greedy(40))
+    """A stream that began earlier fails after the text that was there."""
+
+    def slow(tokens: list[int]) -> int:
+        time.sleep(0.001)
+        return mixing_rule(tokens)
+
+    runtime = make_runtime(slow, max_model_len=2000)
+    stream = runtime.stream([5, 6, 7], greedy(1900), "none")
     next(stream)
     runtime.close()
     runtime.close()
     uses = (
-        lambda: next(stream), lambda: runtime.generate([[5]], greedy(2)), lambda: runtime.stream([5], greedy(2)),
+        lambda: list(stream), lambda: runtime.generate([[5]], greedy(2)), lambda: runtime.stream([5], greedy(2)),
         runtime.warm, runtime.__enter__, lambda: runtime.encode([5]),
     )  # fmt: skip
     for use in uses:

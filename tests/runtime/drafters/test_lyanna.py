@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import random
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +28,7 @@ from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.generation import Origin
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.observe.trace import replay
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, RowKey, noise_of
@@ -37,6 +38,7 @@ from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind
 from tests.export.drafters.token_tree import Tree, build_subtree
 from tests.runtime.drafts import Scripted
 from tests.runtime.lyanna_bundle import (
+    ALL,
     CONTEXT,
     FULL,
     PARAMS,
@@ -45,7 +47,9 @@ from tests.runtime.lyanna_bundle import (
     STEPS,
     VOCABULARY,
     WIDTH,
+    admit,
     admitted,
+    fill,
     lyanna_of,
     prompts,
     request,
@@ -159,11 +163,9 @@ def check_state(runtime: Runtime, reference: Runtime, batch: list[Request]) -> N
     drafter, other = lyanna_of(runtime), lyanna_of(reference)
     trees = drafter.draft(batch, [FULL] * len(batch))
     for slot, seq in enumerate(batch):
-        fresh = Request(seq.tokens[:-1], len(seq.tokens) - 1, CONTEXT, frozenset(), Greedy())
+        fresh = Request(list(seq.tokens), len(seq.tokens), CONTEXT, frozenset(), Greedy(), slot=0)
         other.begin(fresh)
-        for start, tokens in reference.verifier.prefill(fresh, 0):
-            other.prefilled(fresh, 0, start, tokens)
-        fresh.tokens.append(seq.tokens[-1])
+        fill(reference.verifier, fresh, other)
         (expected,) = other.draft([fresh], [FULL])
         rows = fresh.drafting[other].cache_len
         assert (seq.drafting[drafter].cache_len, seq.drafting[drafter].pending) == (rows, 0) == (len(seq.tokens) - 1, 0)
@@ -191,15 +193,14 @@ def test_a_draft_does_not_depend_on_earlier_drafts(opened: Open, max_num_seqs: i
         requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
         scripts = {id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests}
         drafter, played = Pair(runtime._speculation.drafter("ngram"), lyanna_of(runtime)), set()
-        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted(FULL, scripts)))
-        cycle.record = lambda seq, plan, tree, outcome: played.add(plan.kind)
-        batch, waiting, steps = list[Request](), list(requests), 0
+        loop = DecodeLoop(runtime.verifier, Speculation(drafter, Scripted(FULL, scripts)))
+        waiting, steps, batch = list(requests), 0, loop.scheduler.slots.running
         while waiting or batch:
             while waiting and len(batch) < max_num_seqs:
-                scheduler.admit(cycle, batch, waiting.pop(0))
-            cycle.step(batch)
+                waiting[0].record = lambda seq, plan, tree, outcome: played.add(plan.kind)
+                admit(loop, waiting.pop(0))
+            loop.step()
             steps += 1
-            scheduler.retire(cycle, batch)
             if batch and steps % 5 == 0:
                 check_state(runtime, reference, batch)
                 for seq in batch:  # their drafts are not verified: no steps remain, and no row is pending
@@ -213,17 +214,17 @@ def test_many_pending_rows_are_computed_in_chunks(opened: Open) -> None:
         drafter = lyanna_of(runtime)
         first, second = request([5, 6]), request([7, 8, 9])
         scripts = {id(first): [], id(second): [OfferKind.NONE] * 70 + [OfferKind.FRESH]}
-        cycle, batch = admitted(runtime, [first, second], scripts)
+        loop, batch = admitted(runtime, [first, second], scripts)
         for _ in range(70):
-            cycle.step(batch)
+            loop.step()
         assert first.drafting[drafter].pending > CATCH_UP
-        cycle.step(batch)
+        loop.step()
         slot = batch.index(second)
         assert second.drafting[drafter].used < STEPS
         kept = chains(drafter)[slot].copy()
         drafter.draft(batch, [FULL if seq is first else NO_SPECULATION for seq in batch])
         assert np.array_equal(chains(drafter)[slot], kept)
-        cycle.step(batch)
+        loop.step()
         check_state(runtime, reference, batch)
 
 
@@ -274,16 +275,16 @@ def test_drafts_are_algorithm_1s_and_resampled_trees_algorithm_2s_with_the_noise
         drafter = lyanna_of(runtime)
         texts = [5, 6, 7], [8, 9, 3, 4], [2, 3], [7, 7]
         requests = [request(text, noise) for text, noise in zip(texts, (*SAMPLED, NO_NOISE), strict=True)]
-        cycle, batch = admitted(runtime, requests)
+        loop, batch = admitted(runtime, requests)
         for slot, tree in enumerate(drafter.draft(batch, [FULL] * 4)):
             assert_same_tree(tree, noisy_tree(runtime, batch[slot], slot, drafter.shape.nodes))
         for used in (1, 2):
-            cycle.step(batch)
+            loop.step()
             expected = [noisy_tree(runtime, seq, slot, drafter.shape.resample_nodes) for slot, seq in enumerate(batch)]
             for slot, tree in enumerate(drafter.resample(batch, [FULL] * 4)):
                 assert batch[slot].drafting[drafter].used == used
                 assert_same_tree(tree, expected[slot])
-        cycle.move(batch[3], 3, 0)
+        drafter.move(batch[3], 3, 0)
         (moved,) = drafter.resample([batch[3]], [FULL])
         assert_same_tree(moved, expected[3])
 
@@ -301,13 +302,13 @@ def test_pending_rows_near_the_end_of_the_context_are_drafted_from(opened: Open,
     with pair(opened, max_num_seqs) as (runtime, reference):
         drafter, late = lyanna_of(runtime), request([5, 6, 7, 8] * 18)
         others = [request([5, 6, 7])] if max_num_seqs > 1 else []
-        cycle, batch = admitted(runtime, [*others, late])
+        loop, batch = admitted(runtime, [*others, late])
         for pending in (2, 17):
             drafter.draft(batch, [FULL if seq is late else NO_SPECULATION for seq in batch])
             for _ in range(pending):
-                cycle.step(batch)
+                loop.step()
             assert late.drafting[drafter].pending == pending
-        assert len(late.tokens) == 72 + 1 + 19 < CONTEXT
+        assert len(late.tokens) == 72 + 19 < CONTEXT
         assert late.drafting[drafter].cache_len + 32 > CONTEXT + STEPS
         check_state(runtime, reference, batch)
 
@@ -320,23 +321,39 @@ def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Op
         check_state(runtime, reference, batch)
 
 
-def test_a_second_generation_is_refused_before_anything_is_measured(
-    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_measurements_beside_a_running_request_do_not_change_its_text(
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: list[list[int]]
 ) -> None:
-    """Measuring the costs of drafts overwrites KV rows, which would change the text of a running request."""
+    """A first request with trees opens another engine, and compares and measures calls, which overwrite rows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    prompt = [5, 6, 7, 8] * 23
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
-        running = runtime.stream(prompt, PARAMS, "none")
-        next(running)
-        kv = runtime.verifier.steps.kv
-        kv[:] = kept = np.random.default_rng(0).random(kv.shape, np.float32)
-        for second in (lambda: runtime.generate([[5]], PARAMS), lambda: next(runtime.stream([5], PARAMS))):
-            with pytest.raises(UsageError, match="still running"):
-                second()
-            assert np.array_equal(kv, kept)
-        running.close()
-        assert runtime.generate([[5]], PARAMS)
+        seen = threading.Event()
+        running = runtime.submit(ALL[0], PARAMS, "none", on_output=lambda output: (seen.set(), time.sleep(0.01)))
+        assert seen.wait(20)
+        second = runtime.submit(ALL[1], PARAMS, SpeculationParams("lyanna", budget=FULL))
+        assert [list(one.result(60).token_ids) for one in (running, second)] == plain[:2]
+
+
+@pytest.mark.parametrize("method", ["lyanna", "mtp", "trained"])
+@pytest.mark.parametrize("shared", [33, 40, 63, 79])
+def test_a_shared_prefix_changes_no_draft(
+    lyanna_bundle: Path, several: Path, unmeasured: None, method: str, shared: int
+) -> None:
+    """The same steps, drafted and accepted tokens as without the rows of an earlier request, and fewer rows."""
+    path = lyanna_bundle if method == "lyanna" else several
+    how = SpeculationParams(method, budget=Budget(12, STEPS, 3))
+    first, second = prompts(2, seed=shared, longest=2)[0] + [5, 6, 7, 8] * 20, [9, 4]
+    later = first[:shared] + second
+    with Runtime.open(path, threads=1, verify=False, max_num_seqs=2) as runtime:
+        (alone,) = runtime.generate([later], PARAMS, how)
+        runtime.forget_prefixes()
+        runtime.generate([first], PARAMS, how)
+        (again,) = runtime.generate([later], PARAMS, how)
+    assert again.cached_tokens >= shared - 32
+    assert again.cached_tokens > 0
+    assert again.token_ids == alone.token_ids
+    counts = [(m.num_steps, m.num_draft_tokens, m.num_accepted_draft_tokens) for m in (again.metrics, alone.metrics)]
+    assert counts[0] == counts[1]
 
 
 # --- text as it is written --------------------------------------------------------------------------------------------
@@ -354,8 +371,7 @@ def test_pieces_and_their_origins_are_those_of_generate(
         expected = runtime.generate([prompt], params, "none")[0]
         how = SpeculationParams(method, controller=None if method == "none" else "fixed,gamma=4")
         pieces = runtime.pieces(prompt, params, how)
-        found = list(pieces)
-    assert pieces.generation is not None
+        found = list(pieces.pieces())
     assert "".join(piece.text for piece in found) == expected.text == pieces.generation.text
     assert len(found) == len(expected.token_ids)
     counts = Counter(piece.origin for piece in found)
@@ -369,8 +385,8 @@ def test_pieces_and_their_origins_are_those_of_generate(
 def test_stopping_ends_the_text_after_the_step(opened: Open) -> None:
     with opened() as runtime:
         pieces = runtime.pieces([5, 6, 7], PARAMS, "none")
-        taken = [pieces.stop() or piece for piece in pieces]
-        assert len(taken) == 1
-        assert pieces.generation is not None
-        assert pieces.generation.finish_reason == "stop"
-        assert runtime.generate([[5, 6, 7]], PARAMS, "none")[0].token_ids[:1] == pieces.generation.token_ids
+        taken = [pieces.abort() or piece for piece in pieces.pieces()]
+        tokens = pieces.generation.token_ids
+        assert len(tokens) <= len(taken) <= len(tokens) + 1
+        assert pieces.generation.finish_reason in ("abort", "length", "stop")
+        assert runtime.generate([[5, 6, 7]], PARAMS, "none")[0].token_ids[: len(tokens)] == tokens

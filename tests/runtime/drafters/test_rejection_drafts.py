@@ -95,14 +95,16 @@ def test_a_draft_that_was_not_verified_biases_no_later_one(
     """Of three drafts, two are dropped: the root alone, or the ready tree, is verified in their place."""
     whole, steps, drafts, resampled = FixedBudget.cut, 0, 0, 0
 
-    def cut(self, batch, plans, made, widest=1):  # type: ignore[no-untyped-def]
+    def cut(self, batch):  # type: ignore[no-untyped-def]
         nonlocal steps, drafts, resampled
         steps += 1
-        drafts += sum(plan.make is not None for plan in plans)
-        resampled += sum(plan.kind is OfferKind.RESAMPLE for plan in plans)
+        drafts += sum(step.plan.make is not None for step in batch.steps)
+        resampled += sum(step.plan.kind is OfferKind.RESAMPLE for step in batch.steps)
         if steps % 3 == 0:
-            return whole(self, batch, plans, made, widest)
-        return [plan.found if left == "lookup" else root_only(plan.found.tokens[0]) for plan in plans]
+            whole(self, batch)
+        elif left == "root":
+            for step in batch.steps:
+                step.tree = root_only(step.plan.found.tokens[0])
 
     monkeypatch.setattr(FixedBudget, "cut", cut)
     prediction = [3, 4, 5, 6] * 8 if left == "lookup" else None

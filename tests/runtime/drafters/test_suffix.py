@@ -271,9 +271,9 @@ def test_tenants_and_others_share_a_batch() -> None:
 def test_an_unfinished_stream_is_not_kept() -> None:
     runtime = shared_runtime()
     how = SpeculationParams("suffix", tenant="me")
-    stream = runtime.stream([97, 98, 99], greedy(60), how)
-    next(stream)
-    del stream
+    aborted = runtime.pieces([97, 98, 99], greedy(60), how)
+    aborted.abort()
+    assert aborted.result().finish_reason == "abort"
     store = runtime._speculation.drafter("suffix").store
     assert len(store) == 0
     "".join(runtime.stream([97, 98, 99], greedy(60), how))

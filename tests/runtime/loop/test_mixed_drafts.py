@@ -19,8 +19,7 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.loop import scheduler
-from redraft.runtime.loop.decode_loop import Cycle
+from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.trees.device_tree import calls_of
@@ -71,10 +70,9 @@ def play(runtime: Runtime, texts: list[list[int]], owners: list[str], seed: int,
             played.trees[id(seq)].append(arrays)
 
     runtime.verifier.verify = verified  # type: ignore[assignment, method-assign]
-    cycle = Cycle(runtime.verifier)
-    cycle.record = record
-    for _ in scheduler.run(cycle, requests):
-        pass
+    for seq in requests:
+        seq.record = record
+    DecodeLoop(runtime.verifier, requests[0].speculation).run(requests)
     return played
 
 
@@ -141,8 +139,8 @@ def test_a_slot_that_is_not_drafted_for_keeps_what_can_be_resampled(lyanna_bundl
     """Fresh drafts for one sequence do not change the other's chain, and an earlier tree stays in the store."""
     with open_over(cpu_device(open_bundle(lyanna_bundle, verify=False)), lyanna_bundle, 2) as runtime:
         requests = [request([5, 6, 7]), request([8, 9])]
-        cycle, seqs = admitted(runtime, requests, {id(seq): [OfferKind.FRESH] for seq in requests})
-        cycle.step(seqs)
+        loop, seqs = admitted(runtime, requests, {id(seq): [OfferKind.FRESH] for seq in requests})
+        loop.step()
         drafter = lyanna_of(runtime)
         assert drafter.remaining(requests[1])
         (_, kept) = drafter.resample(seqs, [NO_SPECULATION, FULL])

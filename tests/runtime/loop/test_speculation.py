@@ -14,10 +14,11 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SpeculationParams
-from redraft.runtime.controllers.adaptive import MethodRecord
 from redraft.runtime.controllers.cost import CostCurve
+from redraft.runtime.controllers.experience import MethodRecord
 from redraft.runtime.drafters.chain_lookups import PredictionDrafter
 from redraft.runtime.drafters.ngram import NgramDrafter
+from redraft.runtime.loop.speculation import _MOST_CONTROLLERS
 from redraft.runtime.observe.trace import replay
 from redraft.runtime.requests.request import Request
 from redraft.runtime.trees.offers import Offer
@@ -47,9 +48,7 @@ def test_requests_of_several_ways_share_a_batch(max_num_seqs: int) -> None:
     steps = [line for line in trace.getvalue().splitlines() if "position" in line]
     assert sum(replay(trace.getvalue().splitlines()).steps.values()) == len(steps)
     calls = [batch for batch, _ in engine_of(runtime.verifier).sizes]
-    assert max(calls) == max_num_seqs
-    if max_num_seqs == len(PROMPTS):
-        assert len(calls) == len(PROMPTS) + max(one.metrics.num_steps for one in found)
+    assert min(max_num_seqs, 8) <= max(calls) <= max_num_seqs
 
 
 def test_a_fixed_budget_next_to_an_adaptive_one_is_spent_whole() -> None:
@@ -73,13 +72,14 @@ def test_a_fixed_budget_may_be_larger_than_any_tree_that_was_timed() -> None:
 
 
 def test_nodes_within_another_sequences_larger_tree_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node costs ten steps. Alone, no tree pays. With a tree of eight nodes at every step, eight nodes are free."""
+    """A padded node costs ten steps. Alone, no tree pays. Next to a tree of eight nodes, eight nodes are free."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     dear = CostCurve.from_points({1: 1.0, 32: 320.0})
     wide = SpeculationParams("ngram", budget=Budget(8, 8, 1))
     prompt, drafted = [97 + i % 3 for i in range(24)], []
     for neighbour in ("none", wide):
         runtime = make_runtime(lambda tokens: 97 + len(tokens) % 3, max_num_seqs=2, max_model_len=400, curve=dear)
+        runtime.costs.packed = False
         found = runtime.generate([prompt, prompt], greedy(150), ["ngram", neighbour])
         assert found[0].token_ids == found[1].token_ids
         drafted.append(found[0].metrics.num_draft_tokens)
@@ -87,12 +87,23 @@ def test_nodes_within_another_sequences_larger_tree_are_free(monkeypatch: pytest
     assert drafted[1] > 80
 
 
+def test_controllers_of_many_settings_are_bounded() -> None:
+    factory = make_runtime()._speculation
+    for gamma in range(1, 2 * _MOST_CONTROLLERS):
+        how = factory.create(SpeculationParams("ngram", controller=f"fixed,gamma={gamma}"), False)
+    assert len(factory._controllers._values) == _MOST_CONTROLLERS
+    assert (
+        factory.create(SpeculationParams("ngram", controller=f"fixed,gamma={gamma}"), False).controller
+        is how.controller
+    )
+
+
 def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with_one() -> None:
     """Otherwise plain lookups would start with the experience of predictions that were always correct."""
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     before = runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_spec_steps
     controller = runtime._speculation._adaptive
-    record = controller._records["ngram", "none"]
+    record = controller._methods.record("ngram", "none")
     known = (record.experience.tokens, record.experience.plain_steps)
     for _ in range(4):
         runtime.generate([[97]], greedy(150), SpeculationParams("ngram", TEXT))
@@ -103,14 +114,14 @@ def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with
 def test_sampled_requests_begin_without_what_greedy_ones_taught() -> None:
     """A method that pays for greedy requests would draft long in sampled ones, where it may not pay."""
     runtime = make_runtime(lambda tokens: 97 + len(tokens) % 3, max_model_len=400)
-    records = runtime._speculation._adaptive._records
+    record = runtime._speculation._adaptive._methods.record
     prompt = [97 + i % 3 for i in range(24)]
     runtime.generate([prompt], greedy(150), "ngram")
-    known = records["ngram", "none"].experience
+    known = record("ngram", "none").experience
     kept = known.tokens, known.plain_steps
     assert known.tokens > 1.3 * known.plain_steps
     runtime.generate([prompt], greedy(6, temperature=1.0), "ngram")
-    begun = records["ngram", "coupled"].experience
+    begun = record("ngram", "coupled").experience
     assert begun != MethodRecord().experience
     assert begun.tokens < 1.15 * begun.plain_steps, "a few steps after the credit"
     assert (known.tokens, known.plain_steps) == kept

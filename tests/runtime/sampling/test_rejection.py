@@ -13,6 +13,7 @@ from redraft.runtime.sampling.rejection import verify_block, verify_tree
 from redraft.runtime.trees.offers import Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.trees.tree import is_chain, layout, merge, prune, within
 from redraft.types import NOT_REACHED, Budget, DraftTree, Draws, OfferKind, Tree
+from tests.runtime.drafts import cut, sequence
 from tests.runtime.sampling.laws import (
     Model,
     Proposed,
@@ -149,7 +150,7 @@ def _cut(made: DraftTree, ready: Tree | None, limits: StepLimits, nodes: int) ->
     made = within(made, limits.budget)  # as drafters do
     found = within(ready, limits.budget) if ready else made.first(0)
     plan = Plan(limits, found, OfferKind.FRESH, Offer(OfferKey("drafter", OfferKind.FRESH)))
-    tree = FixedBudget(Budget(nodes, 9, 9)).cut([None], [plan], [made])[0]
+    tree = cut(FixedBudget(Budget(nodes, 9, 9)), sequence(), plan, made)
     assert len(tree) <= nodes + 1
     depths, budget = layout(tree.parents).depths, limits.budget
     assert depths.max() <= budget.depth

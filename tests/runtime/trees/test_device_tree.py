@@ -18,8 +18,8 @@ from redraft.engines.device import Buffer
 from redraft.engines.host_device import HostBuffer, HostDevice
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.loop.decode_loop import Cycle
-from redraft.runtime.requests.request import Request
+from redraft.runtime.loop.decode_loop import DecodeLoop
+from redraft.runtime.requests.batch import Batch
 from redraft.runtime.steps import graph_steps
 from redraft.runtime.steps.graph_steps import GraphSteps
 from redraft.runtime.steps.verifier import Verifier, blank
@@ -61,22 +61,25 @@ def calls_of_steps(runtime: Runtime, patch: pytest.MonkeyPatch, method: str, bud
     """Return the CUDA functions that each step of a generation called."""
     calls: list[str] = []
     steps: list[list[str]] = []
-    call, step = Cuda.call, Cycle.step
+    call, draft, commit = Cuda.call, DecodeLoop.draft, DecodeLoop.commit
 
     def called(self: Cuda, function: str, *arguments: object) -> object:
         calls.append(function)
         return call(self, function, *arguments)
 
-    def observed(self: Cycle, batch: list[Request]) -> None:
+    def drafted(self: DecodeLoop, batch: Batch) -> None:
         calls.clear()
-        step(self, batch)
+        draft(self, batch)
+
+    def committed(self: DecodeLoop, batch: Batch) -> None:
+        commit(self, batch)
         steps.append(list(calls))
 
     patch.setattr(Cuda, "call", called)
-    patch.setattr(Cycle, "step", observed)
+    patch.setattr(DecodeLoop, "draft", drafted)
+    patch.setattr(DecodeLoop, "commit", committed)
     found = runtime.generate(SHORT, PARAMS, SpeculationParams(method, budget=budget))
-    drafted = sum(generation.metrics.num_draft_tokens for generation in found)
-    assert (drafted > 0) == (method != "none")
+    assert (sum(generation.metrics.num_draft_tokens for generation in found) > 0) == (method != "none")
     return steps
 
 
