@@ -242,7 +242,7 @@ class BoundTreeStep(BoundStep):
         return self._latest.seconds()
 
     def tree_logits(self, trees: Sequence[Tree]) -> list[FloatArray]:
-        logits = self._host_logits()
+        logits = self.logits.read()
         return [rows[: len(tree)] for rows, tree in zip(logits, trees, strict=True)]
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
