@@ -151,8 +151,10 @@ class Draws:
         fixed = adaptive if plain else replace(adaptive, controller=FixedBudget(self.budget))
         seq.speculation = fixed
         loop.add(seq)
-        while seq.missing_rows:
+        while seq.missing_rows and seq.finish_reason is None:
             loop.step()
+        if seq.error is not None:
+            raise seq.error
         kinds: Counter[OfferKind] = Counter()
         for _ in range(MOST_STEPS):
             if len(drawn.kinds) == SPOTS or seq.finish_reason is not None:

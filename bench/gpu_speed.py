@@ -165,8 +165,10 @@ def _steps_ms(runtime: Runtime, prompt: BenchPrompt, size: Budget, forced: Accep
     ids = runtime.encode(prompt.text)
     seq = Request(ids, len(ids), runtime.max_model_len, frozenset(), sampler)
     loop.add(seq)
-    while not seq.new_tokens:
+    while not seq.new_tokens and seq.finish_reason is None:
         loop.step()
+    if seq.error is not None:
+        raise seq.error
     began = loop.verifier.clock.total
     whole = size.nodes + size.depth + 1
     steps = 0

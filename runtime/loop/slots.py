@@ -195,7 +195,7 @@ class Slots:
     def _move_prefix(self, source: int, target: int) -> None:
         self._prefixes[target], self._tokens[target] = self._prefixes.pop(source), self._tokens.pop(source)
         self._prefixes[target].slot = target
-        self._prefixes.move_to_end(target, last=False)  # it was not used
+        self._prefixes.move_to_end(target, last=False)
 
     def _longest(self, request: Request) -> tuple[int, int]:
         """Return the slot of the prefix with the most tokens in common, and their number in whole blocks; or -1, 0."""
@@ -217,6 +217,7 @@ class Slots:
             if empty is not None:  # its other rows may be of use later
                 self._copy(prefix, source, empty)
                 self._move_prefix(source, empty)
+                self._prefixes.move_to_end(empty)
         rows = self._begun(request, prefix, rows)
         if source == request.slot:
             if source in self._prefixes:
