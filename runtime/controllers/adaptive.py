@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from redraft.runtime.controllers.base import Controller, merged_ready
 from redraft.runtime.controllers.calibration import FAST, SLOW
 from redraft.runtime.controllers.cost import VerifyCosts
-from redraft.runtime.controllers.experience import ControllerState, Experience, MethodStatistics, StepCosts
+from redraft.runtime.controllers.experience import ControllerState, MethodStatistics, StepCosts
 from redraft.runtime.controllers.probes import Probes
 from redraft.runtime.controllers.sizes import Ranking, TreeShares, best_first, ranked_shares
 from redraft.runtime.trees.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
@@ -55,7 +56,8 @@ class Adaptive(Controller):
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
     pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
     few. In a batch, a request pays for what it adds to the plain call: its rows, its lookup, its part of a draft. It
-    pays B times that for B sequences, since all of them wait. So if no request loses, the batch does not.
+    pays B times that for B sequences, since all of them wait. A batch has an `Account` of its gains: without it, many
+    requests that each lose a little, and learn it each, would lose too much. While it is empty, all steps are plain.
     A new request starts with its method's experience, and a new method with some credit.
     """
 
@@ -86,15 +88,16 @@ class Adaptive(Controller):
     def plan(self, batch: Batch) -> None:
         """Select the offer with the largest gain for each request that does not pause."""
         self._begin(batch.sequences)
+        closed = batch.sequences > 1 and self._methods.account(batch).closed
         asked = []
         for step in batch.steps:
             state = self._methods.state_of(step.request)
             state.weighed, state.probed, state.together = None, False, None
-            state.waiting, pauses = max(state.waiting - 1, 0), state.waiting > 0
+            state.waiting, pauses = max(state.waiting - 1, 0), closed or state.waiting > 0
             limits, offers = batch.ask(step, NO_SPECULATION if pauses else self._full)
             if limits is not NO_TREE:
                 asked.append((step, state, limits, offers))
-        self._set_rate(batch.sequences, [state.experience for _, state, _, _ in asked])
+        self._set_rate(batch.sequences, [state for _, state, _, _ in asked])
         self._users = Counter([(offer.key.drafter, offer.key.kind) for *_, offers in asked for offer in offers])
         self._values.clear()
         ready = []
@@ -114,12 +117,17 @@ class Adaptive(Controller):
             self._probes.compare(sequences, self._table)
         self._priced = self._table
 
-    def _set_rate(self, sequences: int, known: Sequence[Experience]) -> None:
-        """Set the rate from the experience of the speculating requests. Others bring a token in each plain step."""
+    def _set_rate(self, sequences: int, known: Sequence[ControllerState]) -> None:
+        """Set the rate from the experience of the speculating requests. Others bring a token in each plain step.
+
+        In a batch, trees must claim more tokens than that if earlier ones claimed too many.
+        """
         others = sequences - len(known)
-        tokens = sum([one.tokens for one in known]) + others
-        plain_steps = sum([one.plain_steps for one in known]) + others
+        tokens = sum([one.experience.tokens for one in known]) + others
+        plain_steps = sum([one.experience.plain_steps for one in known]) + others
         self._rate = sequences * (max(tokens / plain_steps, 1.0) / self._table[1])
+        if sequences > 1 and known:
+            self._rate *= len(known) / sum([one.method.reliability.ratio for one in known])
 
     def _ready(self, request: Request, state: ControllerState, offers: Sequence[Offer]) -> Tree:
         """Return the ready tree, and add what the drafters' offers promise beyond it to the values of their calls."""
@@ -209,7 +217,8 @@ class Adaptive(Controller):
         self._learn_gains(steps, states, ranking.sizes(paying), paying, None if together else gain, batch.sequences)
         nodes = paying
         if batch.widest == 1:
-            nodes = self._probes.nodes(batch.sequences, self._table, paying, len(ranking.shares))
+            most_ms = inf if batch.sequences == 1 else self._methods.account(batch).balance * self._table[1]
+            nodes = self._probes.nodes(batch.sequences, self._table, paying, len(ranking.shares), most_ms)
         for step, state, whole, size in zip(steps, states, wholes, ranking.sizes(nodes), strict=True):
             state.probed, state.together = nodes > paying, together
             step.tree = cut(whole, step.plan.limits, size)
@@ -287,15 +296,23 @@ class Adaptive(Controller):
         """Update the costs, the state of each sequence, and the statistics of its method."""
         shares_ms = self._costs.shares_ms(batch)
         steps = [step for step in batch.steps if step.plan.speculates]
+        account, times = self._methods.account(batch), batch.times
+        spent_ms = times.verified_ms + times.host_ms + sum(times.made_ms.values())
         if not steps:
+            account.plain(spent_ms)
             return
         table, drafted = self._priced, [len(step.tree) - 1 for step in steps]
         count = sum(drafted) if self._verifying.packed else max(drafted)
         rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
+        gained = sum([len(step.outcome.path) for step in steps if step.outcome is not None])
+        account.speculative(spent_ms, rows_ms + sum(shares_ms), 1 + gained / batch.sequences)
         for step, nodes, ms in zip(steps, drafted, shares_ms, strict=True):
             added_ms = rows_ms * nodes / max(sum(drafted), 1) + ms
             if (outcome := step.outcome) is not None and outcome.error is None:
                 self._learn(step, outcome, (table[1] + batch.sequences * added_ms) / table[1])
+                if batch.sequences > 1 and nodes:
+                    state = self._methods.state_of(step.request)
+                    state.method.reliability.observe(sum(state.shares[:nodes]), len(outcome.path))
 
     def _learn(self, step: RequestStep, outcome: Outcome, plain_steps: float) -> None:
         """Learn from a request's speculative step, whose cost counts as so many plain steps."""

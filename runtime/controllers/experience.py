@@ -25,6 +25,14 @@ MOST_METHODS = 256
 _CREDIT = 1.0625
 """Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
+_PREMIUM, _FIRST_BALANCE, _MOST_SAVED, _MOST_OWED = 0.005, 1.0, 8.0, 2.0
+"""Of a batch's account, in plain steps: what a plain step earns, the first balance, and the largest balance and debt."""
+_SETTLED = 16
+"""Latest plain steps whose mean time gains are compared with."""
+_FIRST_AUDIT, _LONGEST_AUDIT = 32, 256
+"""Speculative steps of a batch before a plain one, whose time corrects what gains are compared with."""
+_CLAIMED, _REMEMBER = 8.0, 0.99
+"""Of reliability: claimed tokens that a new method starts with, and the weight that they keep with each new tree."""
 
 
 @dataclass(slots=True)
@@ -59,16 +67,85 @@ class Tries:
 
 
 @dataclass(slots=True)
+class Account:
+    """Gains of speculation in batches of one size, in plain steps of such a batch. It must not be overdrawn.
+
+    Gains are measured, not estimated: tokens and time of whole steps, compared with plain steps. If the balance is
+    used up, steps are plain, and each earns a small premium until speculation can be tried again. So however wrong all
+    estimates are, speculation loses little more than the premium. Speculation that gains is audited: now and then a
+    step is plain, since the machine's load changes, less often the longer the account is full.
+
+    balance: in plain steps.   speculated: speculative steps since the latest plain one.   audit: those before the next.
+    plain_ms: mean time of plain steps.   plain_steps: their number.
+    """
+
+    balance: float = _FIRST_BALANCE
+    speculated: int = 0
+    audit: int = _FIRST_AUDIT
+    plain_ms: float = 0.0
+    plain_steps: int = 0
+
+    @property
+    def closed(self) -> bool:
+        """True if the next step has to be a plain one."""
+        return self.balance <= 0 or self.speculated >= self.audit
+
+    def plain(self, ms: float) -> None:
+        """Learn the time of a plain step, and add its premium."""
+        full = self.balance >= _MOST_SAVED
+        self.audit = min(2 * self.audit, _LONGEST_AUDIT) if full and self.speculated else _FIRST_AUDIT
+        self.speculated, self.plain_steps = 0, min(self.plain_steps + 1, _SETTLED)
+        counted_ms = min(ms, _OUTLIER * self.plain_ms) if self.plain_ms else ms
+        self.plain_ms += (counted_ms - self.plain_ms) / self.plain_steps
+        self._add(_PREMIUM)
+
+    def speculative(self, ms: float, added_ms: float, tokens: float) -> None:
+        """Add the gain of a speculative step, which brought `tokens` tokens a request.
+
+        added_ms: estimate of its time beyond a plain one. An interrupted step counts as twice what it should take.
+        """
+        self.speculated += 1
+        if self.plain_ms:
+            self._add(tokens - min(ms, _OUTLIER * (self.plain_ms + added_ms)) / self.plain_ms)
+
+    def _add(self, plain_steps: float) -> None:
+        self.balance = min(max(self.balance + plain_steps, -_MOST_OWED), _MOST_SAVED)
+
+
+@dataclass(slots=True)
+class Reliability:
+    """Accepted tokens over those that trees claimed, in batches.
+
+    A batch verifies the likeliest nodes of many trees, and the likeliest ones are the most overestimated.
+    """
+
+    claimed: float = _CLAIMED
+    accepted: float = _CLAIMED
+
+    @property
+    def ratio(self) -> float:
+        """The part of claimed tokens that are accepted."""
+        return self.accepted / self.claimed
+
+    def observe(self, claimed: float, accepted: int) -> None:
+        """Learn from a verified tree."""
+        self.claimed = _REMEMBER * self.claimed + claimed
+        self.accepted = _REMEMBER * self.accepted + accepted
+
+
+@dataclass(slots=True)
 class MethodRecord:
     """Statistics of a method's requests with one kind of noise, with which its next such request starts.
 
     gain: expected tokens of trees beyond their cost of verification, by offer.
     tries: of fresh drafts in batches, whose calls all requests wait for.
+    reliability: of the probabilities of its nodes, in batches.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
     gain: dict[OfferKey, float] = field(default_factory=dict)
     tries: Tries = field(default_factory=Tries)
+    reliability: Reliability = field(default_factory=Reliability)
 
 
 @dataclass(slots=True)
@@ -114,6 +191,7 @@ class MethodStatistics:
         self._records: LruCache[tuple[str, NoiseKind], MethodRecord] = LruCache(most)
         self._depths: LruCache[tuple[str, OfferKind, NoiseKind], DepthCalibration] = LruCache(most)
         self._ranks: LruCache[tuple[OfferKey, NoiseKind], RankCalibration] = LruCache(most)
+        self._accounts: LruCache[tuple[int, str], Account] = LruCache(most)
 
     def record(self, method: str, noise: NoiseKind) -> MethodRecord:
         """Return a method's statistics; a new method has some credit."""
@@ -126,6 +204,10 @@ class MethodStatistics:
     def ranks(self, key: OfferKey, noise: NoiseKind) -> RankCalibration:
         """Return the acceptance rates of such an offer's trees by rank."""
         return self._ranks.get((key, noise), RankCalibration)
+
+    def account(self, batch: Batch) -> Account:
+        """Return the account of batches of this size and these methods."""
+        return self._accounts.get((batch.sequences, batch.methods), Account)
 
     def state_of(self, request: Request) -> ControllerState:
         """Return the state of a request, which begins with its method's experience."""

@@ -31,8 +31,11 @@ class Probes:
         if probed is not None and abs(table_ms[probed[0]] / table_ms[1] / probed[1] - 1) >= _NEAR:
             self._patience, self._at = _FIRST_PROBE, self.steps
 
-    def nodes(self, sequences: int, table_ms: Sequence[float], paying: int, most: int) -> int:
-        """Return how many nodes to verify: the `paying` ones, or more in a probe, at most `most`. Sizes take turns."""
+    def nodes(self, sequences: int, table_ms: Sequence[float], paying: int, most: int, most_ms: float) -> int:
+        """Return how many nodes to verify: the `paying` ones, or more in a probe, at most `most`. Sizes take turns.
+
+        most_ms: milliseconds that a probe may cost. The turn of a dearer one is left out.
+        """
         largest = min(most + 1, len(table_ms) - 1)
         if self.steps < self._at or most <= paying:
             return paying
@@ -40,6 +43,8 @@ class Probes:
         self._count += 1
         self._patience = min(2 * self._patience, _LONGEST_PROBE)
         self._at = self.steps + self._patience
+        if table_ms[size] - table_ms[1] > most_ms:
+            return paying
         while len(self._probed) >= MOST_METHODS:
             del self._probed[next(iter(self._probed))]
         self._probed[sequences] = size, table_ms[size] / table_ms[1]
