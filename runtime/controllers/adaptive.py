@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from redraft.runtime.controllers.base import Controller, merged_ready
 from redraft.runtime.controllers.calibration import FAST, SLOW
 from redraft.runtime.controllers.cost import VerifyCosts
-from redraft.runtime.controllers.experience import ControllerState, MethodStatistics, StepCosts
+from redraft.runtime.controllers.experience import ControllerState, Experience, MethodStatistics, StepCosts
 from redraft.runtime.controllers.probes import Probes
 from redraft.runtime.controllers.sizes import Ranking, TreeShares, best_first, ranked_shares
 from redraft.runtime.trees.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
@@ -97,7 +97,7 @@ class Adaptive(Controller):
             limits, offers = batch.ask(step, NO_SPECULATION if pauses else self._full)
             if limits is not NO_TREE:
                 asked.append((step, state, limits, offers))
-        self._set_rate(batch.sequences, [state for _, state, _, _ in asked])
+        self._set_rate(batch.sequences, [state.experience for _, state, _, _ in asked])
         self._users = Counter([(offer.key.drafter, offer.key.kind) for *_, offers in asked for offer in offers])
         self._values.clear()
         ready = []
@@ -117,17 +117,12 @@ class Adaptive(Controller):
             self._probes.compare(sequences, self._table)
         self._priced = self._table
 
-    def _set_rate(self, sequences: int, known: Sequence[ControllerState]) -> None:
-        """Set the rate from the experience of the speculating requests. Others bring a token in each plain step.
-
-        In a batch, trees must claim more tokens than that if earlier ones claimed too many.
-        """
+    def _set_rate(self, sequences: int, known: Sequence[Experience]) -> None:
+        """Set the rate from the experience of the speculating requests. Others bring a token in each plain step."""
         others = sequences - len(known)
-        tokens = sum([one.experience.tokens for one in known]) + others
-        plain_steps = sum([one.experience.plain_steps for one in known]) + others
+        tokens = sum([one.tokens for one in known]) + others
+        plain_steps = sum([one.plain_steps for one in known]) + others
         self._rate = sequences * (max(tokens / plain_steps, 1.0) / self._table[1])
-        if sequences > 1 and known:
-            self._rate *= len(known) / sum([one.method.reliability.ratio for one in known])
 
     def _ready(self, request: Request, state: ControllerState, offers: Sequence[Offer]) -> Tree:
         """Return the ready tree, and add what the drafters' offers promise beyond it to the values of their calls."""
@@ -310,9 +305,6 @@ class Adaptive(Controller):
             added_ms = rows_ms * nodes / max(sum(drafted), 1) + ms
             if (outcome := step.outcome) is not None and outcome.error is None:
                 self._learn(step, outcome, (table[1] + batch.sequences * added_ms) / table[1])
-                if batch.sequences > 1 and nodes:
-                    state = self._methods.state_of(step.request)
-                    state.method.reliability.observe(sum(state.shares[:nodes]), len(outcome.path))
 
     def _learn(self, step: RequestStep, outcome: Outcome, plain_steps: float) -> None:
         """Learn from a request's speculative step, whose cost counts as so many plain steps."""

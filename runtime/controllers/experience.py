@@ -26,13 +26,11 @@ _CREDIT = 1.0625
 """Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _PREMIUM, _FIRST_BALANCE, _MOST_SAVED, _MOST_OWED = 0.005, 1.0, 8.0, 2.0
-"""Of a batch's account, in plain steps: what a plain step earns, the first balance, and the largest balance and debt."""
+"""Of a batch's account, in plain steps: what a plain step earns, and the first balance, the largest, and the debt."""
 _SETTLED = 16
 """Latest plain steps whose mean time gains are compared with."""
 _FIRST_AUDIT, _LONGEST_AUDIT = 32, 256
 """Speculative steps of a batch before a plain one, whose time corrects what gains are compared with."""
-_CLAIMED, _REMEMBER = 8.0, 0.99
-"""Of reliability: claimed tokens that a new method starts with, and the weight that they keep with each new tree."""
 
 
 @dataclass(slots=True)
@@ -113,39 +111,16 @@ class Account:
 
 
 @dataclass(slots=True)
-class Reliability:
-    """Accepted tokens over those that trees claimed, in batches.
-
-    A batch verifies the likeliest nodes of many trees, and the likeliest ones are the most overestimated.
-    """
-
-    claimed: float = _CLAIMED
-    accepted: float = _CLAIMED
-
-    @property
-    def ratio(self) -> float:
-        """The part of claimed tokens that are accepted."""
-        return self.accepted / self.claimed
-
-    def observe(self, claimed: float, accepted: int) -> None:
-        """Learn from a verified tree."""
-        self.claimed = _REMEMBER * self.claimed + claimed
-        self.accepted = _REMEMBER * self.accepted + accepted
-
-
-@dataclass(slots=True)
 class MethodRecord:
     """Statistics of a method's requests with one kind of noise, with which its next such request starts.
 
     gain: expected tokens of trees beyond their cost of verification, by offer.
     tries: of fresh drafts in batches, whose calls all requests wait for.
-    reliability: of the probabilities of its nodes, in batches.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
     gain: dict[OfferKey, float] = field(default_factory=dict)
     tries: Tries = field(default_factory=Tries)
-    reliability: Reliability = field(default_factory=Reliability)
 
 
 @dataclass(slots=True)
