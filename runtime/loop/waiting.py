@@ -17,11 +17,13 @@ class WaitingQueue:
     """Requests that have no slot yet.
 
     Smaller priorities come first. Within one priority, each tenant's oldest request comes in turn, so a tenant with a
-    hundred requests delays another one's by one request. Taking and adding cost the same however many wait.
+    hundred requests delays another one's by one request. Taking and adding compare a number of
+    priorities and deadlines that grows with the logarithm of those that wait, and do the rest at the same cost.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[str | None, deque[Request]]] = {}
+        self._priorities: list[int] = []  # a heap of those of the levels
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = itertools.count()
         self._waiting: dict[int, Request] = {}
@@ -36,7 +38,10 @@ class WaitingQueue:
 
     def push(self, request: Request, first: bool = False) -> None:
         """Add a request, in front of all of its priority if `first`."""
-        tenants = self._levels.setdefault(request.priority, OrderedDict())
+        if request.priority not in self._levels:
+            self._levels[request.priority] = OrderedDict()
+            heapq.heappush(self._priorities, request.priority)
+        tenants = self._levels[request.priority]
         queue = tenants.setdefault(request.turn, deque())
         if first:
             queue.appendleft(request)
@@ -54,7 +59,7 @@ class WaitingQueue:
     def priority(self) -> int | None:
         """The priority of the next request; None if no request waits."""
         self._drop_removed()
-        return min(self._levels, default=None)
+        return self._priorities[0] if self._priorities else None
 
     def pop(self) -> Request:
         """Take the next request. Raises IndexError if no request waits."""
@@ -88,17 +93,19 @@ class WaitingQueue:
         """Drop the requests that no longer wait from all queues, so that they do not stay in memory."""
         self._deadlines = [entry for entry in self._deadlines if id(entry[2]) in self._waiting]
         heapq.heapify(self._deadlines)
-        for priority, tenants in tuple(self._levels.items()):
+        for tenants in self._levels.values():
             for tenant, queue in tuple(tenants.items()):
                 tenants[tenant] = deque([one for one in queue if id(one) in self._waiting])
                 if not tenants[tenant]:
-                    self._drop_tenant(priority, tenant)
+                    del tenants[tenant]
+        self._levels = {priority: tenants for priority, tenants in self._levels.items() if tenants}
+        self._priorities = sorted(self._levels)  # a sorted list is a heap
         self._entries = len(self._waiting)
 
     def _drop_removed(self) -> None:
         """Drop removed requests from the front of the queues that come next."""
-        while self._levels:
-            priority = min(self._levels)
+        while self._priorities:
+            priority = self._priorities[0]
             tenant, queue = next(iter(self._levels[priority].items()))
             while queue and id(queue[0]) not in self._waiting:
                 queue.popleft()
@@ -107,6 +114,8 @@ class WaitingQueue:
             self._drop_tenant(priority, tenant)
 
     def _drop_tenant(self, priority: int, tenant: str | None) -> None:
+        """Drop a tenant without requests of the smallest priority."""
         del self._levels[priority][tenant]
         if not self._levels[priority]:
             del self._levels[priority]
+            heapq.heappop(self._priorities)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 
@@ -318,11 +319,18 @@ def test_requests_whose_controller_fails_go_on_plainly(method: str, monkeypatch:
     assert f"{method} failed" in str(one.drafting_error)
 
 
+def alive() -> int:
+    """Return the number of requests in memory."""
+    gc.collect()
+    return sum(isinstance(one, Request) for one in gc.get_objects())
+
+
 def test_nothing_is_left_after_many_requests() -> None:
+    before = alive()
     loop = loop_of(most=4, spare=2, rows=64)
     drafting = Speculation(NgramDrafter(loop.verifier), FixedBudget(Budget(4, 4, 2)), "ngram")
-    for number in range(2000):
-        loop.add(request(letters(1 + number % 30, number), 1 + number % 5, speculation=drafting, turn=str(number % 7)))
+    for number in range(10_000):
+        loop.add(request(letters(1 + number % 12, number), 1 + number % 3, speculation=drafting, turn=str(number % 7)))
         if number % 3 == 0:
             loop.step()
     assert loop.health.requests > 0
@@ -333,3 +341,4 @@ def test_nothing_is_left_after_many_requests() -> None:
     assert scheduler.slots.prefixes <= loop.verifier.slots
     assert (scheduler._waiting._levels, scheduler._waiting._waiting, scheduler._deadlines) == ({}, {}, set())
     assert not scheduler._ended
+    assert alive() - before == scheduler.slots.prefixes

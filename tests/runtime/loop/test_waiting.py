@@ -67,6 +67,32 @@ def test_removed_requests_do_not_come(added: list[tuple[str, bool]]) -> None:
     assert queue.priority is None
 
 
+class Compared(int):
+    """A priority that counts its comparisons."""
+
+    count = 0
+
+    def __lt__(self, other: int) -> bool:
+        Compared.count += 1
+        return int(self) < int(other)
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+
+def test_looking_at_the_next_request_compares_no_others() -> None:
+    """Every step looks at it. With thousands of priorities, a search for the smallest took most of a step."""
+    queue = WaitingQueue()
+    for number in range(1000):
+        queue.push(waiting(priority=Compared(number * 7 % 1000)))
+    Compared.count = 0
+    assert [queue.priority for _ in range(100)] == [0] * 100
+    assert Compared.count == 0
+    for number in range(20):
+        assert queue.pop().priority == number
+    assert Compared.count < 20 * 2 * 11
+
+
 def test_a_preempted_request_comes_next() -> None:
     queue = WaitingQueue()
     for tenant in ("a", "b", "a"):
