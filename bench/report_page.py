@@ -12,6 +12,7 @@ from typing import Any
 from redraft.bench.compare import PLAIN, STAGES
 from redraft.bench.controllers import tables
 from redraft.bench.load import table as load_table
+from redraft.bench.long_prompts import table as long_prompt_table
 from redraft.bench.plots import COLOURS, GREY, Pictures, Points
 from redraft.bench.prompts import ALL
 from redraft.bench.report_inputs import SIGNIFICANT, TOGETHER, latency_tables, peer_tables
@@ -39,6 +40,7 @@ def write_page(
         "controller_tables": tables,
         "latency_tables": latency_tables,
         "load_table": load_table,
+        "long_prompt_table": long_prompt_table,
         "peer_tables": peer_tables,
     }
     environment.filters |= filters

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from math import erfc, exp, lgamma, log, sqrt
-from statistics import NormalDist
+from math import comb, erfc, exp, lgamma, log, sqrt
+from statistics import NormalDist, median
 from typing import NamedTuple
 
 import numpy as np
@@ -140,6 +140,19 @@ def critical(level: float, df: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if survival(middle, df) > level else (low, middle)
     return high
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, Interval | None]:
+    """Return the median of independent values, and its interval between two of them; None under FEWEST_VALUES.
+
+    With n values, k or fewer are under the median as often as a coin falls on one side (the sign test).
+    """
+    count, ordered = len(values), sorted(values)
+    cut, tail = -1, 0.5**count
+    while tail <= (1 - CONFIDENCE) / 2:
+        cut += 1
+        tail += comb(count, cut + 1) * 0.5**count
+    return median(values), None if cut < 0 else (ordered[cut], ordered[-1 - cut])
 
 
 def median_and_p99(values: Sequence[float]) -> tuple[float, float]:

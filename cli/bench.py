@@ -118,6 +118,13 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
             "has ended."
         ),
     ] = None,
+    long_prompts: Annotated[
+        int | None,
+        typer.Option(
+            help="With --batch: also measure prompts of this many tokens, such as 2000, which arrive while other "
+            "requests run, and prompts whose first half is cached."
+        ),
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="With --controllers: a folder for the plots, as PNG and SVG.")
     ] = None,
@@ -176,7 +183,9 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
     ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
     sampled = any(each is not None for each in (temperature, sampling, forced))
     reported = ReportOptions(report_to, trained or (), chains, baseline, controllers_json, peers, latency_json)
-    batches = parse_batches(batch, rate, listed, {"--controllers": ways, "--synthetic-acceptance": forced})
+    batches = parse_batches(
+        batch, rate, long_prompts, listed, {"--controllers": ways, "--synthetic-acceptance": forced}
+    )
     other = reported.read_load() if batches else reported.read(sampled or ways or inexact)
 
     from redraft.bench.compare import INEXACT, Settings, compare
@@ -202,7 +211,9 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
             return Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
 
         if batches:
-            asked = LoadRun(engines, batches, rate, loaded, listed, settings_of, {**opening, "exact": not inexact})
+            asked = LoadRun(
+                engines, batches, rate, long_prompts, loaded, listed, settings_of, {**opening, "exact": not inexact}
+            )
             result = measure_load(asked, report)
             if report_to:
                 result = write_load_report(result, report_to)

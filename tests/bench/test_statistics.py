@@ -16,6 +16,7 @@ from redraft.bench.statistics import (
     fit,
     loops,
     median_and_p99,
+    median_interval,
     rate_text,
     ratio_text,
     speedup,
@@ -145,3 +146,14 @@ def test_the_promised_bias_is_found() -> None:
 
 def test_the_median_and_the_99th_percentile() -> None:
     assert median_and_p99(range(101)) == (50, 99)
+
+
+@pytest.mark.parametrize(("count", "cut"), [(6, 0), (8, 0), (9, 1), (20, 5), (100, 39)])
+def test_a_medians_interval_is_that_of_the_sign_test(count: int, cut: int) -> None:
+    """Tables of that test have the 6th and 15th of 20 values, and the 40th and 61st of 100."""
+    values = [float(value) for value in range(count)]
+    assert median_interval(values[::-1]) == ((count - 1) / 2, (values[cut], values[-1 - cut]))
+
+
+def test_five_values_have_a_median_without_an_interval() -> None:
+    assert median_interval([5.0, 1.0, 2.0, 8.0, 3.0]) == (3.0, None)
