@@ -42,8 +42,8 @@ QUESTION = 16
 """Tokens after the shared prefix of a hit."""
 ANSWER = 16
 """Tokens that a long prompt's request generates."""
-FEWEST_TOKENS = 4 * PREFIX_BLOCK
-"""The shortest long prompt: half of it is two blocks of shared rows."""
+FEWEST_TOKENS = 2 * PREFIX_BLOCK
+"""The shortest long prompt: half of it is a block of shared rows."""
 HEADER = ("batch", "method", "steady tokens/s", "over batch 1", "between outputs, ms", "beside a prompt, ms",
           "p99 over quiet p50", "prompt alone, ms", "beside, ms", "ratio", "hit, ms", "miss, ms", "ratio",
           )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import Refused, Run
 from tests.little import Redraft
 
-from redraft.bench import load
+from redraft.bench import load, long_prompts
 from redraft.engines.manifest import Manifest
 
 SHORT = ("--max-new-tokens", "6", "--ignore-eos", "--threads", "1")
@@ -22,6 +22,15 @@ def prompts(tmp_path: Path) -> Path:
     rows = [["abc abc"], ["def def", "and"], ["the cat"]]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in rows))
+    return file
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    """Four prompts."""
+    file = tmp_path / "long.jsonl"
+    rows = [" ".join(f"{letter}{number}" for number in range(6)) for letter in "abcd"]
+    file.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in rows))
     return file
 
 
@@ -52,6 +61,47 @@ def test_a_rate_adds_the_queue(run: Run, redraft: Redraft, bundle: Path, prompts
     assert "queue, ms" in shown
     assert "turns left out, since each prompt has its first turn only: 1" in shown
     assert "batch 2: plain outputs that loop (the last 64 tokens repeat a period of at most 16): 0 of 24" in shown
+
+
+def test_long_prompts_have_a_table_of_their_own(
+    run: Run, redraft: Redraft, bundle: Path, long: Path, tmp_path: Path
+) -> None:
+    given = ("bench", "--engines", bundle, "--prompts", long, *SHORT, "--methods", "none", "--batch", "1,2",
+             "--long-prompts", "32")  # fmt: skip
+    found = run(*given, "--report", tmp_path / "page")
+    assert found["long_prompts"]["tokens"] == 32
+    batches = found["long_prompts"]["batches"]
+    assert {batch: list(methods) for batch, methods in batches.items()} == {"1": ["none"], "2": ["none"]}
+    one, two = (batches[batch]["none"] for batch in ("1", "2"))
+    assert "gap_ratio" not in one
+    for each in (one, two):
+        assert (each["cached_tokens"], each["differing_hits"], each["repeats"]) == (16, 0, 6)
+        assert each["steady_tokens_per_second"] > 0
+        assert len(each["hit_ratio_interval"]) == 2
+    assert two["quiet_ms"]["p50"] < two["beside_prompt_ms"]["p99"]
+    assert two["prompt_beside_ms"] > 0
+    page = (tmp_path / "page/report.html").read_text("utf-8")
+    assert "Prompts of 32 tokens arrive one after another" in page
+    assert page.count("<h3>") == 2
+    shown = redraft(*given).stdout
+    assert "prompts of 32 tokens, and requests that run" in shown
+    assert "p99 over quiet p50" in shown
+
+
+def test_a_missed_prefix_is_named(redraft: Redraft, bundle: Path, long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_prompts, "measure", lambda *given: {"none": [
+        long_prompts.Repeat(1.0, 1.0, 1.0, 16, 32, False, 1.0, [1.0], None)
+    ]})  # fmt: skip
+    shown = redraft("bench", "--engines", bundle, "--prompts", long, *SHORT, "--methods", "none", "--batch", "1",
+                    "--long-prompts", "32").stdout  # fmt: skip
+    assert "batch 1, none: a hit found 16 of 32 shared tokens" in shown
+    assert "DIFFERENT: batch 1, none: 1 of 1 hits" in shown
+
+
+def test_a_long_prompt_needs_prompts_and_context(refused: Refused, bundle: Path, prompts: Path) -> None:
+    given = ("bench", "--engines", bundle, "--prompts", prompts, "--batch", "2", "--long-prompts")
+    assert "--long-prompts needs 40 tokens, and the prompts have" in refused(*given, "40", status=2)
+    assert "with 16 tokens more, is longer than the context of" in refused(*given, "5000", status=2)
 
 
 def test_differing_texts_are_named(
@@ -122,6 +172,8 @@ def test_a_prompt_without_a_template_is_refused(
         (["--batch", "2", "--rate", "-1.5"], "--rate -1.5"),
         (["--batch", "2", "--rate", "inf"], "--rate inf"),
         (["--rate", "2"], "--rate belongs to --batch"),
+        (["--long-prompts", "100"], "--long-prompts belongs to --batch"),
+        (["--batch", "2", "--long-prompts", "31"], "--long-prompts 31: expected 32 tokens or more"),
         (["--batch", "2", "--controllers", "fixed"], "--batch takes no --controllers"),
         (["--batch", "2", "--synthetic-acceptance", "1"], "--batch takes no --synthetic-acceptance"),
         (["--batch", "2", "--methods", "ngram,inexact"], "--batch takes no method `inexact`"),
