@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -215,7 +216,7 @@ def _repeat(
         return runtime.submit(prompt, params, how, cache_salt=salt).result()
 
     def running(count: int) -> Running:
-        return Running(lambda *given, **more: runtime.submit(*given, how, **more), runners[:count], endless)
+        return Running(partial(runtime.submit, speculation=how), runners[:count], endless)
 
     salt = uuid4().hex
     alone = answer(text, salt)

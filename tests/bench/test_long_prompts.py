@@ -108,8 +108,8 @@ def test_prompts_join_in_a_circle() -> None:
 
 def test_a_prompt_and_its_answer_need_the_context() -> None:
     check_context(100, 100 + ANSWER)
-    with pytest.raises(UsageError, match=f"give at most {99 - ANSWER},"):
-        check_context(100, 99)
+    with pytest.raises(UsageError, match="give at most 99,"):
+        check_context(100, 99 + ANSWER)
 
 
 def test_running_requests_that_fill_the_context_are_an_error() -> None:
