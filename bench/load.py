@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -47,6 +47,7 @@ TURNS = 2
 HEADER = ("batch", "method", "tokens/s", "speed", "95 % interval", "first token, ms", "between outputs, ms", "τ",
           "overhead", "same as plain")  # fmt: skip
 QUEUE = "queue, ms"
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -184,16 +185,22 @@ def measure(
         progress(f"batch {batch}: warming up {method}")
         runtime.generate(prompts[:batch], settings.params, speculation(method, settings))
     blocks: dict[str, list[Block]] = {method: [] for method in ways}
-    size = max(TURNS * batch, -(-len(prompts) // BLOCKS))
-    for number in range(BLOCKS):
-        requests = [(number * size + place) % len(prompts) for place in range(size)]
-        gaps = np.random.default_rng(number).exponential(1 / rate, size) if rate else None
-        first = number % len(ways)
-        for method in ways[first:] + ways[:first]:
-            progress(f"batch {batch}: block {number + 1} of {BLOCKS}, {method}")
-            traffic = Traffic(runtime, prompts, method, settings)
-            blocks[method].append(traffic.run(requests, batch, None if gaps is None else gaps.cumsum().tolist()))
+    for number, method, requests in in_blocks(ways, len(prompts), batch):
+        gaps = np.random.default_rng(number).exponential(1 / rate, len(requests)) if rate else None
+        progress(f"batch {batch}: block {number + 1} of {BLOCKS}, {method}")
+        traffic = Traffic(runtime, prompts, method, settings)
+        blocks[method].append(traffic.run(requests, batch, None if gaps is None else gaps.cumsum().tolist()))
     return blocks
+
+
+def in_blocks(ways: Sequence[T], prompts: int, batch: int) -> Iterator[tuple[int, T, list[int]]]:
+    """Yield each block's number, way and prompts, by index. The order of the ways rotates from block to block."""
+    size = max(TURNS * batch, -(-prompts // BLOCKS))
+    for number in range(BLOCKS):
+        requests = [(number * size + place) % prompts for place in range(size)]
+        first = number % len(ways)
+        for way in [*ways[first:], *ways[:first]]:
+            yield number, way, requests
 
 
 def summarise(blocks: Mapping[str, Sequence[Block]], batch: int, queued: bool = False) -> dict[str, Any]:

@@ -102,9 +102,9 @@ def _parse(
         raise UsageError(f"{option} {text!r}: expected {expected}", hint) from None
 
 
-def parse_drafter_options(texts: Sequence[str] | None) -> dict[str, dict[str, int | float | str]]:
+def parse_drafter_options(texts: Sequence[str] | None) -> dict[str, dict[str, bool | int | float | str]]:
     """Return options by drafter from texts of the form ID.KEY=VALUE. Raises UsageError for another form."""
-    found: dict[str, dict[str, int | float | str]] = {}
+    found: dict[str, dict[str, bool | int | float | str]] = {}
     for text in texts or ():
         name, _, value = text.partition("=")
         drafter, _, key = name.partition(".")
@@ -112,12 +112,14 @@ def parse_drafter_options(texts: Sequence[str] | None) -> dict[str, dict[str, in
             raise UsageError(
                 f"--drafter-option {text!r}: expected ID.KEY=VALUE", "for example ngram.prompt_lookup_max=3"
             )
-        found.setdefault(drafter, {})[key] = _number(value)
+        found.setdefault(drafter, {})[key] = _value(value)
     return found
 
 
-def _number(text: str) -> int | float | str:
-    """Return the number that a text is, or the text."""
+def _value(text: str) -> bool | int | float | str:
+    """Return the truth value or number that a text is, or the text."""
+    if text in ("true", "false"):
+        return text == "true"
     for kind in (int, float):
         try:
             return kind(text)

@@ -54,8 +54,9 @@ def _decode(hint: Any, value: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _decode_union(args, value, path)
     if origin is Literal:
-        if value not in args:
-            raise _wrong(path, f"one of {', '.join(map(str, args))}", value)
+        if not any(type(value) is type(one) and value == one for one in args):
+            words = [str(one).lower() if isinstance(one, bool) else str(one) for one in args]
+            raise _wrong(path, f"one of {', '.join(words)}", value)
         return value
     if origin is tuple:
         items = _expect((list, tuple), value, path, "a list")

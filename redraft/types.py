@@ -61,13 +61,14 @@ class OfferKind(StrEnum):
 
     NONE: no tree, plain decoding.   LOOKUP: known text, the sequence's own or a prediction.   RESAMPLE: unused hidden
     states of the last draft.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they stay
-    on a device.
+    on a device.   UNION: a resampled tree and a new draft of one step, merged.
     """
 
     NONE = "none"
     LOOKUP = "lookup"
     RESAMPLE = "resample"
     FRESH = "fresh"
+    UNION = "union"
 
 
 class Proposal(Protocol):

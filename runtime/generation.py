@@ -113,6 +113,6 @@ def origins(plan: Plan, tree: Tree, outcome: Outcome) -> list[Origin]:
     A drafted node that the lookup had too counts for the lookup, as in `redraft.runtime.observe.trace`. A tree on a
     device is all a drafter's.
     """
-    looked_up = outcome.path if plan.make is None else () if tree.on_device else shared_nodes(tree, plan.found)
+    looked_up = outcome.path if not plan.make else () if tree.on_device else shared_nodes(tree, plan.found)
     drafted = [Origin.LOOKUP if node in looked_up else Origin.DRAFTER for node in outcome.path]
     return [*drafted, *[Origin.VERIFIER] * (len(outcome.tokens) - len(drafted))]

@@ -34,6 +34,7 @@ from redraft.records import PositiveInt
 
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
 """Form of token information: a normalized table of E·W1·W2 in one of three types, or its two factors."""
+UNION = "union"
 TOKEN_INFO_INDEX = f"{names.TOKEN_INFO}index"
 MOST_STEPS = 64
 """Largest number of steps of a chain. While a draft runs, their rows are beyond the context."""
@@ -65,11 +66,13 @@ class LyannaBuild(BuildOptions):
 class LyannaOptions:
     """Options at run time.
 
-    resample:  True to resample the steps that a verification left unused.
+    resample:  True to resample the steps that a verification left unused, in place of the next fresh draft. UNION also
+               drafts anew in the same step, and verifies both trees as one, within the budget. Trees of a device and
+               candidates that were drawn (`Draws`) are not merged, so there UNION is like True.
     threshold: r; resample if more than r steps remain (Algorithm 2).
     """
 
-    resample: bool = True
+    resample: Literal[True, False, "union"] = True
     threshold: Annotated[int, 0, "a number of steps from 0"] = 0
 
 

@@ -48,7 +48,8 @@ class Adaptive(Controller):
     goes to the likeliest node of all trees, until a node brings fewer tokens than its row costs. If the verifier pads
     trees, all have one number of nodes, whose yield is the sum of the trees'.
 
-    The controller uses the offer with the largest gain, less the cost of making its tree. The gain of a ready tree is
+    The controller uses the offer with the largest gain, less the cost of making its tree: never a resampled tree and a
+    fresh draft together, which brought no more tokens than the draft (docs/log.md). The gain of a ready tree is
     known. The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh
     draft does not pay, the next one is delayed, and the delay doubles each time. A drafter that can stop inside a draft
     ends it where a node's joint probability no longer pays for one more level of drafting and verification.
@@ -163,7 +164,7 @@ class Adaptive(Controller):
             taken = fresh
         if taken is not None and taken.step_ms:
             limits = limits._replace(budget=self._stopping(limits.budget, taken, state))
-        return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
+        return Plan(limits, found, (taken,) if taken else ())
 
     def _price_of(self, state: ControllerState, key: OfferKey) -> float:
         """Return the tokens that a drafter's call costs one request.
@@ -205,7 +206,7 @@ class Adaptive(Controller):
         together = None
         if batch.sequences > 1:
             together = Together(self._rate, self._verifying.packed, ranking.shares, ranking.least)
-        if together is None and steps[0].plan.make is None:
+        if together is None and not steps[0].plan.make:
             paying, gain = states[0].ready
         else:
             paying, gain = best_first(ranking.shares, self._rate, self._priced, ranking.least)
@@ -229,26 +230,25 @@ class Adaptive(Controller):
             self._priced = [0.0, *[max(ms, paid) for ms in table[1:]]]
         self._rate *= table[1] / self._priced[1]
 
-    def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
+    def _weigh(self, state: ControllerState, plan: Plan, made: Sequence[tuple[Offer, Tree]]) -> Tree:
         """Return all nodes that could be verified for a sequence. Sets the probability of each node to be accepted."""
         tree = plan.found
-        if made is not None and made.cut_at_end:
-            return self._weigh_by_rank(state, plan, made)
-        if made is not None and len(made) > 1:
-            state.made = made
-            assert plan.make is not None
-            tree = merge(tree, self._methods.depths(plan.make.key, state.noise).calibrated(made))
-            state.shares = ranked_shares(tree.log_probs, tree.pinned)
+        for offer, new in made:
+            if new.cut_at_end:
+                return self._weigh_by_rank(state, plan, offer.key, new)
+            if len(new) > 1:
+                state.made = new
+                tree = merge(tree, self._methods.depths(offer.key, state.noise).calibrated(new))
+                state.shares = ranked_shares(tree.log_probs, tree.pinned)
         state.weighed = plan.found, tree, None
         return tree
 
-    def _weigh_by_rank(self, state: ControllerState, plan: Plan, made: Tree) -> Tree:
+    def _weigh_by_rank(self, state: ControllerState, plan: Plan, key: OfferKey, made: Tree) -> Tree:
         """Return the better of two trees, where the new one may be cut only at its end. Otherwise as `_weigh`.
 
         Merging them would copy a tree from the device, and would let the size of a tree of draws depend on its draws.
         """
-        assert plan.make is not None
-        shares = self._methods.ranks(plan.make.key, state.noise).shares(len(made) - 1)
+        shares = self._methods.ranks(key, state.noise).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.ready[1] else plan.found
         if tree is made:
@@ -265,8 +265,8 @@ class Adaptive(Controller):
         row = self._rate * (self._priced[1 + nodes] - self._priced[1]) / max(sum(sizes), 1)
         gained: dict[Call, list[tuple[ControllerState, float]]] = {}
         for step, state, size in zip(steps, states, sizes, strict=True):
-            if step.plan.make is not None and step.made is not None:
-                key = step.plan.make.key
+            for offer, _ in step.made:
+                key = offer.key
                 own = sum(state.shares[:size]) - row * size if gain is None else gain
                 for known, weight in ((state.gain, _LEARN), (state.method.gain, FAST)):
                     before = known.get(key, own)
@@ -309,11 +309,12 @@ class Adaptive(Controller):
     def _learn(self, step: RequestStep, outcome: Outcome, plain_steps: float) -> None:
         """Learn from a request's speculative step, whose cost counts as so many plain steps."""
         state, plan = self._methods.state_of(step.request), step.plan
-        if plan.make is not None and (made := state.made) is not None:
+        if plan.make and (made := state.made) is not None:
+            key = plan.make[0].key
             if made.cut_at_end:
-                self._methods.ranks(plan.make.key, state.noise).observe(len(step.tree), outcome.path)
+                self._methods.ranks(key, state.noise).observe(len(step.tree), outcome.path)
             else:
-                self._methods.depths(plan.make.key, state.noise).observe(made, outcome.tokens)
+                self._methods.depths(key, state.noise).observe(made, outcome.tokens)
             state.made = None
         experience, tokens = state.experience, len(outcome.path) + 1
         if not state.probed:

@@ -48,11 +48,10 @@ class Controller(ABC):
 
 
 class BudgetController(Controller):
-    """Drafts within a budget at every step, and compares no costs. It prefers resampling to a fresh draft.
+    """Drafts within a budget at every step, and compares no costs. A subclass defines `budget`.
 
-    A subclass defines `budget`.
-
-    Nodes of a resampled tree are at most `resampled_nodes` of the budget's.
+    It prefers resampling to a fresh draft, and takes both if they may be joined. Nodes of a resampled tree are at most
+    `resampled_nodes` of the budget's, and those of both trees at most the budget's.
     """
 
     @abstractmethod
@@ -60,19 +59,16 @@ class BudgetController(Controller):
         """Return the budget of a draft now; nodes = 0 means no speculation."""
 
     def plan(self, batch: Batch) -> None:
-        """Select resampling if it is possible, else a fresh draft, together with the ready trees."""
+        """Select resampling if it is possible, else a fresh draft, or both, together with the ready trees."""
         for step in batch.steps:
             limits, offers = batch.ask(step, self.budget(step.request))
             if limits is not NO_TREE:
                 step.use(self._plan(step.request, offers, limits))
 
     def _plan(self, request: Request, offers: Sequence[Offer], limits: StepLimits) -> Plan:
-        found = merged_ready(request, offers)
-        for kind in (OfferKind.RESAMPLE, OfferKind.FRESH):
-            for offer in offers:
-                if offer.key.kind is kind:
-                    return Plan(limits, found, kind, offer)
-        return Plan(limits, found, OfferKind.LOOKUP)
+        first = {offer.key.kind: offer for offer in reversed(offers)}
+        make = tuple([first[kind] for kind in (OfferKind.RESAMPLE, OfferKind.FRESH) if kind in first])
+        return Plan(limits, merged_ready(request, offers), make if make and make[0].joins else make[:1])
 
     def cut(self, batch: Batch) -> None:
         """Merge each plan's trees, and cut them to the budget."""
@@ -82,12 +78,16 @@ class BudgetController(Controller):
 
     def _cut(self, step: RequestStep) -> Tree:
         """Return the part to verify. Of a resampled tree, only as many nodes stay as a resampled tree may have."""
-        plan, made, nodes = step.plan, self._stopped(step.made), self.budget(step.request).nodes
-        if made is not None and plan.kind is OfferKind.RESAMPLE:
-            made = prune(made, resampled_nodes(nodes))
+        plan, nodes = step.plan, self.budget(step.request).nodes
+        made: Tree | None = None
+        for offer, whole in step.made:
+            tree = self._stopped(whole)
+            if offer.key.kind is OfferKind.RESAMPLE:
+                tree = prune(tree, resampled_nodes(nodes))
+            made = tree if made is None else merge(made, tree)
         return join(plan.found, made, plan.limits, nodes)
 
-    def _stopped(self, made: Tree | None) -> Tree | None:
+    def _stopped(self, made: Tree) -> Tree:
         """Return the part of a new tree that comes before the controller would have ended it: here all of it."""
         return made
 

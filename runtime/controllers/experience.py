@@ -255,15 +255,15 @@ class StepCosts:
         extra_ms = self._offers.get(batch.methods, Mean).add(times.offers_ms) / count
         if host.plain.ms is not None and host.speculative.ms is not None:
             extra_ms = max((host.speculative.ms - host.plain.ms) / host.speculating, extra_ms)
-        users = Counter([_call_of(step) for step in everyone])
+        users = Counter([call for step in everyone for call in _calls_of(step)])
         made_ms = {
             call: self._calls.get(call, Mean).add(ms) / max(users[call], 1) for call, ms in times.made_ms.items()
         }
         host.speculative.add(times.host_ms)
         host.speculating += (FAST if host.speculating else 1.0) * (count - host.speculating)
-        return [extra_ms + made_ms.get(_call_of(step), 0.0) for step in batch.steps if step.plan.speculates]
+        speculating = [step for step in batch.steps if step.plan.speculates]
+        return [extra_ms + sum([made_ms.get(call, 0.0) for call in _calls_of(step)]) for step in speculating]
 
 
-def _call_of(step: RequestStep) -> Call:
-    make = step.plan.make
-    return ("", OfferKind.NONE) if make is None else (make.key.drafter, step.plan.kind)
+def _calls_of(step: RequestStep) -> list[Call]:
+    return [(offer.key.drafter, offer.key.kind) for offer in step.plan.make]

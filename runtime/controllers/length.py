@@ -21,8 +21,8 @@ class LengthController(BudgetController):
     all. Its confidence is the rule's, so that a drafter which can stop inside a call stops where the rule would, and
     nowhere else.
 
-    Every request starts with the rule's first length. Fresh drafts and looked-up trees change it. Resampled trees do
-    not, since their depth is what the last draft left unused.
+    Every request starts with the rule's first length. Fresh drafts and looked-up trees change it. Resampled trees alone
+    do not, since their depth is what the last draft left unused.
     """
 
     def __init__(self, rule: LengthRule) -> None:
@@ -39,9 +39,9 @@ class LengthController(BudgetController):
     def _average(self, request: Request) -> float:
         return float(self._rule.gamma) if request.control is None else request.control
 
-    def _stopped(self, made: Tree | None) -> Tree | None:
+    def _stopped(self, made: Tree) -> Tree:
         """Return the new tree up to where the rule ends it. Of drawn nodes, probabilities are unknown."""
-        return made if made is None or made.draws else self._rule.stop(made)
+        return made if made.draws else self._rule.stop(made)
 
     def observe(self, batch: Batch) -> None:
         """Update the average lengths."""
@@ -51,6 +51,6 @@ class LengthController(BudgetController):
 
     def _learn(self, step: RequestStep, accepted: int) -> None:
         request, tree = step.request, step.tree
-        if step.plan.kind in (OfferKind.FRESH, OfferKind.LOOKUP) and len(tree) > 1:
+        if step.plan.kind in (OfferKind.FRESH, OfferKind.UNION, OfferKind.LOOKUP) and len(tree) > 1:
             levels = max(depths_of(tree.parents.tolist()))
             request.control = self._rule.update(self._average(request), levels, accepted)

@@ -111,7 +111,7 @@ class TreeMaker(Drafter):
         key = self._resampling.get(steps)
         if key is None:
             key = self._resampling[steps] = OfferKey(self.name, OfferKind.RESAMPLE, steps)
-        return Offer(key, maker=self), fresh
+        return Offer(key, maker=self, joins=self.joins(seq)), fresh
 
     @cached_property
     def _fresh(self) -> OfferKey:
@@ -128,6 +128,10 @@ class TreeMaker(Drafter):
     def remaining(self, seq: Request) -> int:
         """Return how many steps of the last draft of `seq` `resample` could still use."""
         return 0
+
+    def joins(self, seq: Request) -> bool:
+        """True if a step of `seq` may resample and draft anew, and verify both trees as one (`Offer.joins`)."""
+        return False
 
     def resample(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> Sequence[Tree]:
         """Return trees as `draft` does, from the unused steps of the last drafts if the method has such."""

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 
 from redraft import names
 from redraft.methods.chains import whole_tree
+from redraft.methods.lyanna import UNION
 from redraft.methods.lyanna_token_info import lookup
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.candidate_noise import AddedLogits
@@ -36,6 +37,14 @@ class LyannaDrafter(HiddenStateDrafter):
     def remaining(self, seq: Request) -> int:
         left: int = self.shape.steps - seq.drafting[self].used
         return left if self.options.resample and left > self.options.threshold else 0
+
+    def joins(self, seq: Request) -> bool:
+        """True with the option `union`, if both trees are on the host and were not drawn.
+
+        Both of a step's draws would use the same random numbers, and the fresh ones would overwrite the distributions
+        of the others: rejection sampling would be biased. A device keeps one tree a slot, and merging there would copy.
+        """
+        return self.options.resample == UNION and self._store is None and not seq.noise.drawn
 
     def resample(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         call = self._call(RESAMPLE, range(len(batch)), 0)

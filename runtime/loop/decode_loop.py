@@ -122,25 +122,30 @@ class DecodeLoop:
             batch.times.made_ms = {(m.name, k): stage(f"{STAGES[k]} {m.name}").latest * 1e3 for m, k in calls}
             return
         for step in batch.steps:  # a controller failed
-            step.plan, step.made, step.tree = (plain := RequestStep.of(step.request)).plan, None, plain.tree
+            step.plan, step.made, step.tree = (plain := RequestStep.of(step.request)).plan, [], plain.tree
 
     def _make(self, batch: Batch, maker: TreeMaker, kind: OfferKind) -> None:
-        """Let a drafter make the trees that were planned."""
-        steps = [step for step in batch.steps if step.plan.kind is kind and step.plan.makes(maker)]
-        budgets = [step.plan.limits.budget if step in steps else NO_SPECULATION for step in batch.steps]
-        with drafting(*[step.request for step in steps]):
+        """Let a drafter make the trees that were planned, but those of requests whose other tree has failed."""
+        offers = [None if step.request.drafting_error else step.plan.offer_of(maker, kind) for step in batch.steps]
+        budgets = [
+            step.plan.limits.budget if offer else NO_SPECULATION
+            for step, offer in zip(batch.steps, offers, strict=True)
+        ]
+        with drafting(*[step.request for step, offer in zip(batch.steps, offers, strict=True) if offer]):
             trees = (maker.resample if kind is OfferKind.RESAMPLE else maker.draft)(batch.requests, budgets)
-            for step, tree in zip(batch.steps, trees, strict=True):
-                if step in steps:
+            for step, offer, tree in zip(batch.steps, offers, trees, strict=True):
+                if offer is not None:
                     batch.check(step.request, tree)
-                    step.made = tree
+                    step.made.append((offer, tree))
 
     def verify(self, batch: Batch) -> None:
         """Verify the trees in one call. If it fails, no request has an outcome."""
         stage = self._ranges.stage
         try:
             outcomes = self.verifier.verify(
-                batch.requests, [step.tree for step in batch.steps], [step.made for step in batch.steps]
+                batch.requests,
+                [step.tree for step in batch.steps],
+                [tree for step in batch.steps for _, tree in step.made],
             )
         except Exception as error:  # noqa: BLE001 - engines and their libraries raise anything
             self._failed(batch.requests, error)
@@ -230,6 +235,6 @@ def calls_of(steps: Iterable[RequestStep]) -> list[MakerCall]:
 
     Resampling comes first: a fresh draft may overwrite its inputs.
     """
-    plans = [step.plan for step in steps]
-    calls = {(plan.make.maker, plan.kind): None for plan in plans if plan.make is not None and plan.make.maker}
+    offers = [offer for step in steps for offer in step.plan.make]
+    calls = {(offer.maker, offer.key.kind): None for offer in offers if offer.maker}
     return sorted(calls, key=lambda call: call[1] is OfferKind.FRESH) if len(calls) > 1 else list(calls)

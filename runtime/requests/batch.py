@@ -61,14 +61,14 @@ class RequestStep:
     """A request's part of a step.
 
     plan:    the offers to use; the root alone until a controller plans.
-    made:    the tree that a drafter made for it in this step.
+    made:    the trees that drafters made for it in this step, with their offers.
     tree:    the tree to verify.   outcome: of its verification; None before it, and if the call failed.
     tokens:  the committed tokens.
     """
 
     request: Request
     plan: Plan
-    made: Tree | None = None
+    made: list[tuple[Offer, Tree]] = field(default_factory=list)
     tree: Tree = field(init=False)
     outcome: Outcome | None = None
     tokens: tuple[int, ...] = ()

@@ -139,9 +139,7 @@ class Verifier:
                     step.run(True)
                     self.device.wait()
 
-    def verify(
-        self, batch: Sequence[Request], trees: Sequence[Tree], made: Sequence[Tree | None] = ()
-    ) -> list[Outcome]:
+    def verify(self, batch: Sequence[Request], trees: Sequence[Tree], made: Sequence[Tree] = ()) -> list[Outcome]:
         """Verify one tree of every sequence in one engine call, and make the rows of accepted paths contiguous.
 
         Sequence i has slot i; cache_len + the largest tree must fit in `max_model_len`. Trees on the device stay there.

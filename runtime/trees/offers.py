@@ -26,12 +26,14 @@ class Offer:
 
     tree:    the ready tree; None if `maker` has to make it, in a call whose cost the controller knows.
     step_ms: milliseconds of one more level, if the maker stops where a budget says so; 0 if all levels cost the same.
+    joins:   of a resampled tree: true if the same step may draft anew too, and verify both trees as one.
     """
 
     key: OfferKey
     tree: Tree | None = None
     maker: TreeMaker | None = None
     step_ms: float = 0.0
+    joins: bool = False
 
 
 class StepLimits(NamedTuple):
@@ -58,23 +60,28 @@ class Plan:
     """The offers that a step uses for one sequence.
 
     found:  the ready trees, merged; the root alone if no tree is ready.
-    kind:   of the tree to make; LOOKUP if the ready trees are enough; NONE if the sequence does not speculate.
-    make:   the offer whose tree is to be made; None if the ready trees are enough.
+    make:   the offers whose trees are to be made: none if the ready trees are enough, at most one of each kind.
     """
 
     limits: StepLimits
     found: Tree
-    kind: OfferKind = OfferKind.NONE
-    make: Offer | None = None
+    make: tuple[Offer, ...] = ()
 
     @property
     def speculates(self) -> bool:
         """True if the step asked for offers."""
-        return self.kind is not OfferKind.NONE
+        return self.limits is not NO_TREE
 
-    def makes(self, maker: TreeMaker) -> bool:
-        """True if this drafter has to make a tree."""
-        return self.make is not None and self.make.maker is maker
+    @property
+    def kind(self) -> OfferKind:
+        """The kind of the trees to make; LOOKUP for none, NONE if the sequence does not speculate."""
+        if self.make:
+            return self.make[0].key.kind if len(self.make) == 1 else OfferKind.UNION
+        return OfferKind.LOOKUP if self.speculates else OfferKind.NONE
+
+    def offer_of(self, maker: TreeMaker, kind: OfferKind) -> Offer | None:
+        """Return the offer whose tree this drafter has to make in a call of this kind."""
+        return next((offer for offer in self.make if offer.maker is maker and offer.key.kind is kind), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

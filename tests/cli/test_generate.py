@@ -186,6 +186,7 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a", "--drafter-option", "magic.x=1"], "no drafter 'magic' to give options; choose one of none"),
         (["--prompt", "a", "--drafter-option", "ngram.x=1"], "ngram: unknown key x"),
         (["--prompt", "a", "--drafter-option", "ngram.prompt_lookup_max=many"], "must be a whole number, not 'many'"),
+        (["--prompt", "a", "--drafter-option", "ngram.prompt_lookup_max=true"], "must be a whole number, not True"),
     ],
 )
 def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word: str) -> None:

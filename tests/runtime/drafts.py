@@ -83,13 +83,14 @@ def planned_batch(controller: Controller, requests: Sequence[Request], offered: 
 
 def plan(kind: OfferKind, found: DraftTree | None = None, steps: int = 0) -> Plan:
     """Return a plan that uses an offer of this kind."""
-    make = Offer(OfferKey(DRAFTER, kind, steps), maker=MAKER) if kind in (OfferKind.RESAMPLE, OfferKind.FRESH) else None
-    return Plan(LIMITS, found or root_only(0), kind, make)
+    made = kind in (OfferKind.RESAMPLE, OfferKind.FRESH)
+    make = (Offer(OfferKey(DRAFTER, kind, steps), maker=MAKER),) if made else ()
+    return Plan(NO_TREE if kind is OfferKind.NONE else LIMITS, found or root_only(0), make)
 
 
 def cut(controller: Controller, seq: Request, taken: Plan, made: Tree | None = None) -> Any:
     """Return the part that a controller verifies of a plan's trees."""
-    step = RequestStep(seq, taken, made)
+    step = RequestStep(seq, taken, [] if made is None else [(taken.make[0], made)])
     controller.cut(Batch([step], CallLimits(1000)))
     return step.tree
 

@@ -143,7 +143,7 @@ def test_draws_get_a_depth_that_no_draw_decides() -> None:
     for _ in range(40):
         batch = planned_batch(controller, [seq], [(fresh(2.0),)])
         (step,) = batch.steps
-        step.made = Drawn(tree) if step.plan.speculates else None  # type: ignore[assignment]
+        step.made = [(offer, Drawn(tree)) for offer in step.plan.make]  # type: ignore[misc]
         controller.cut(batch)
         step.outcome = outcome(tree, min(1, len(step.tree) - 1))
         controller.observe(batch)

@@ -149,9 +149,9 @@ def drafting(sequences: int, draft_ms: float, share: float, steps: int = 600) ->
             request.speculation = Speculation(request.speculation.drafter, controller, "method")
         batch = Offered.of(requests, [offers() for _ in requests])
         controller.plan(batch)
-        drafted = [step for step in batch.steps if step.plan.make is not None]
+        drafted = [step for step in batch.steps if step.plan.make]
         for step in drafted:
-            step.made = chain(*[share] * 4)
+            step.made = [(offer, chain(*[share] * 4)) for offer in step.plan.make]
         if batch.speculates:
             controller.cut(batch)
         for slot, step in enumerate(batch.steps):

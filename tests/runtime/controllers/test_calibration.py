@@ -146,7 +146,7 @@ def settle(controller: Adaptive, seq: Request, nodes: int, path: tuple[int, ...]
         batch = planned_batch(controller, [seq], [offers()])
         (step,) = batch.steps
         if step.plan.speculates:
-            step.made = OnDevice(nodes) if step.plan.kind is OfferKind.FRESH else None
+            step.made = [(offer, OnDevice(nodes)) for offer in step.plan.make]
             controller.cut(batch)
             sizes.append(len(step.tree))
         step.outcome = kept(tuple(node for node in path if node < len(step.tree)))

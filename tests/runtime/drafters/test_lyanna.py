@@ -136,7 +136,7 @@ def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, thre
     [
         ({"threshold": -1}, "threshold must be a number of steps from 0, not -1"),
         ({"threshold": True}, "threshold must be a number of steps from 0, not True"),
-        ({"resample": 1}, "must be true or false"),
+        ({"resample": 1}, "resample must be one of true, false, union, not 1"),
         ({"depth": 3}, "unknown key depth"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_draft_that_was_not_verified_biases_no_later_one(
     def cut(self, batch):  # type: ignore[no-untyped-def]
         nonlocal steps, drafts, resampled
         steps += 1
-        drafts += sum(step.plan.make is not None for step in batch.steps)
+        drafts += sum(len(step.plan.make) for step in batch.steps)
         resampled += sum(step.plan.kind is OfferKind.RESAMPLE for step in batch.steps)
         if steps % 3 == 0:
             whole(self, batch)

@@ -50,7 +50,7 @@ class UnreliableEngine(FakeEngine):
 
 
 class Guesses(TreeMaker):
-    """Random trees that often contain the next tokens, or garbage, or an exception."""
+    """Random trees that often contain the next tokens, or garbage, or an exception. Often two trees may be joined."""
 
     def __init__(self, verifier: Verifier, name: str, faults: bool) -> None:
         super().__init__(verifier)
@@ -62,6 +62,12 @@ class Guesses(TreeMaker):
         if self._faults and self.rng.random() < 0.2:
             raise RuntimeError("the drafter failed")
         return [self._tree(request, budget) for request, budget in zip(batch, budgets, strict=True)]
+
+    def remaining(self, seq: Request) -> int:
+        return self.rng.randrange(3)
+
+    def joins(self, seq: Request) -> bool:
+        return self.rng.random() < 0.7
 
     def accept(self, seq: Request, tree: Tree, outcome: object) -> None:
         if self._faults and self.rng.random() < 0.1:

@@ -149,7 +149,7 @@ def test_cuts_keep_the_distribution(limits: StepLimits, nodes: int, ready: Tree 
 def _cut(made: DraftTree, ready: Tree | None, limits: StepLimits, nodes: int) -> Tree:
     made = within(made, limits.budget)  # as drafters do
     found = within(ready, limits.budget) if ready else made.first(0)
-    plan = Plan(limits, found, OfferKind.FRESH, Offer(OfferKey("drafter", OfferKind.FRESH)))
+    plan = Plan(limits, found, (Offer(OfferKey("drafter", OfferKind.FRESH)),))
     tree = cut(FixedBudget(Budget(nodes, 9, 9)), sequence(), plan, made)
     assert len(tree) <= nodes + 1
     depths, budget = layout(tree.parents).depths, limits.budget
