@@ -48,11 +48,11 @@ class Adaptive(Controller):
     goes to the likeliest node of all trees, until a node brings fewer tokens than its row costs. If the verifier pads
     trees, all have one number of nodes, whose yield is the sum of the trees'.
 
-    The controller uses the offer with the largest gain, less the cost of making its tree: never a resampled tree and a
-    fresh draft together, which brought no more tokens than the draft (docs/log.md). The gain of a ready tree is
-    known. The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh
-    draft does not pay, the next one is delayed, and the delay doubles each time. A drafter that can stop inside a draft
-    ends it where a node's joint probability no longer pays for one more level of drafting and verification.
+    The controller uses the offer with the largest gain, less the cost of making its tree. It takes no resampled tree
+    together with a fresh draft, since that brings few more tokens than the draft. The gain of a ready tree is known.
+    The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh draft
+    does not pay, the next one is delayed, and the delay doubles each time. A drafter that can stop inside a draft ends
+    it where a node's joint probability no longer pays for one more level of drafting and verification.
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
     pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
