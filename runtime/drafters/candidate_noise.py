@@ -26,38 +26,40 @@ class SlotNoise:
         self._buffers = self._filled(device, slots)
         self._silent = self._filled(device, 1)
 
-    def buffers(self, slots: int) -> Mapping[str, Buffer]:
-        """Return the buffers [B] of the first slots."""
-        return {name: slots_of(buffer, range(slots)) for name, buffer in self._buffers.items()}
+    def buffers(self, slots: range) -> Mapping[str, Buffer]:
+        """Return the buffers [B] of these slots."""
+        return {name: slots_of(buffer, slots) for name, buffer in self._buffers.items()}
 
     @property
     def without(self) -> Mapping[str, Buffer]:
         """Buffers [1] for calls of one sequence whose tree nobody reads."""
         return self._silent
 
-    def set(self, batch: Sequence[Request], values: Mapping[str, Array], first: int = 0) -> None:
-        """Set the inputs of the next call, whose slot i has sequence i. values: arrays of the call's integers.
+    def set(
+        self, batch: Sequence[Request], values: Mapping[str, Array], first_slot: int = 0, first_level: int = 0
+    ) -> None:
+        """Set the inputs of the next call, over the slots of `batch` from `first_slot` on.
 
-        first: levels of the draft that earlier calls made.
+        values: arrays of the call's integers.   first_level: levels of the draft that earlier calls made.
         """
         keys, drawn = values[names.NOISE_KEYS], values[names.DRAWN]
-        for slot, seq in enumerate(batch):
+        for place, seq in enumerate(batch):
             noise = seq.noise
-            drawn[slot] = noise.drawn
+            drawn[place] = noise.drawn
             if noise.temperature > 0:
-                keys[slot] = noise.keys(len(seq.tokens), first + keys.shape[1])[first:]
-        self._write([seq.noise for seq in batch])
+                keys[place] = noise.keys(len(seq.tokens), first_level + keys.shape[1])[first_level:]
+        self._write([seq.noise for seq in batch], first_slot)
 
     def clear(self) -> None:
         """Remove the noise of all slots."""
-        self._write([])
+        self._write([NO_NOISE] * len(self._noises))
 
-    def _write(self, noises: list[DraftNoise]) -> None:
-        noises += [NO_NOISE] * (len(self._noises) - len(noises))
-        if noises == self._noises:
+    def _write(self, noises: list[DraftNoise], first: int = 0) -> None:
+        slots = slice(first, first + len(noises))
+        if noises == self._noises[slots]:
             return
-        self._noises = noises
-        for name, values in self._factors(noises).items():
+        self._noises[slots] = noises
+        for name, values in self._factors(self._noises).items():
             self._buffers[name].write(values)
 
     def _filled(self, device: Device, slots: int) -> dict[str, Buffer]:

@@ -113,38 +113,46 @@ class DecoderDrafter(EngineDrafter):
             1 if seq.noise.drawn else min(budget.width, self.shape.width)
             for seq, budget in zip(batch, budgets, strict=True)
         ]
-        if max(widths) > 1:
-            return self._draft_trees(batch, budgets, widths)
-        return self._draft_chains(batch, budgets)
+        trees: list[Tree] = [root_only(seq.tokens[-1]) for seq in batch]
+        if runs := self._runs(budgets):
+            slots = range(runs[0].start, runs[-1].stop)  # each call reads all weights, so that idle slots cost less
+            part = slice(slots.start, slots.stop)
+            if max(widths) > 1:
+                trees[part] = self._draft_trees(slots, batch[part], budgets[part], widths[part])
+            else:
+                trees[part] = self._draft_chains(slots, batch[part], budgets[part])
+        return trees
 
-    def _draft_chains(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
+    def _draft_chains(self, slots: range, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         steps = self.shape.steps
         chains = [Chain.of(seq, budget, steps) for seq, budget in zip(batch, budgets, strict=True)]
         if not any(chain.left for chain in chains):
             return [root_only(seq.tokens[-1]) for seq in batch]
-        starts, pending = self._begin(batch, [chain.left for chain in chains])
+        starts, pending = self._begin(slots, batch, [chain.left for chain in chains])
         level = 0
         while left := max(chain.left for chain in chains):
             began = time.perf_counter()
             levels = self._levels(left, any(chain.left and chain.may_stop for chain in chains))
-            self._extend(batch, chains, starts, pending, level, levels)
+            self._extend(slots, batch, chains, starts, pending, level, levels)
             taken_ms = (time.perf_counter() - began) * 1e3 / levels
             if level or not self.step_ms or taken_ms < self.step_ms:  # a first work reads pending tokens: a bound
                 self._learn_step_ms(taken_ms)
-            for slot, rows in enumerate(pending):
+            for place, rows in enumerate(pending):
                 if rows:
-                    starts[slot] += len(rows) + levels - 1
-                    pending[slot] = chains[slot].tokens[-1:]
+                    starts[place] += len(rows) + levels - 1
+                    pending[place] = chains[place].tokens[-1:]
             level += levels
         for seq, chain, rows in zip(batch, chains, pending, strict=True):
             if rows:
                 seq.drafting[self].drafted = chain.tokens[1:level]
         return [self._tree(seq, chain) for seq, chain in zip(batch, chains, strict=True)]
 
-    def _begin(self, batch: Sequence[Request], levels: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    def _begin(
+        self, slots: range, batch: Sequence[Request], levels: Sequence[int]
+    ) -> tuple[list[int], list[list[int]]]:
         """Return the valid rows of each slot, and the tokens to compute after them; none for slots without a draft."""
         starts, pending = [], []
-        for slot, (seq, left) in enumerate(zip(batch, levels, strict=True)):
+        for slot, seq, left in zip(slots, batch, levels, strict=True):
             state: Drafting | None = seq.drafting.get(self)
             rows: list[int] = []
             if state is not None and left:
@@ -154,7 +162,7 @@ class DecoderDrafter(EngineDrafter):
                 state.commit(seq.tokens)
             starts.append(state.cache_len if state else 0)
             pending.append(rows)
-        self._prepare(range(len(batch)), starts, pending, batch)
+        self._prepare(slots, starts, pending, batch)
         for seq, rows in zip(batch, pending, strict=True):
             if rows:
                 seq.drafting[self].cache_len += len(rows)
@@ -185,25 +193,27 @@ class DecoderDrafter(EngineDrafter):
         return STEP_COUNTS[bisect_right(STEP_COUNTS, left) - 1]
 
     def _extend(
-        self, batch: Sequence[Request], chains: Sequence[Chain], starts: Sequence[int],
+        self, slots: range, batch: Sequence[Request], chains: Sequence[Chain], starts: Sequence[int],
         pending: Sequence[Sequence[int]], level: int, levels: int,
     ) -> None:  # fmt: skip
         """Compute pending tokens after the first rows of each slot, and add `levels` levels to the chains."""
-        call = self._first_call(starts, pending, levels)
-        call.sample(self._noise, batch, level)
+        call = self._first_call(slots, starts, pending, levels)
+        call.sample(self._noise, slots, batch, level)
         self._run(DRAFT, call.work)
         self._device.wait()
-        for slot, (seq, chain) in enumerate(zip(batch, chains, strict=True)):
+        for place, (seq, chain) in enumerate(zip(batch, chains, strict=True)):
             for step in range(levels):
                 if chain.left:
-                    chain.add(*call.candidate(slot, step))
+                    chain.add(*call.candidate(place, step))
                     if seq.noise.drawn:
-                        chain.logits.append(call.logits(slot, step))
+                        chain.logits.append(call.logits(place, step))
 
-    def _draft_trees(self, batch: Sequence[Request], budgets: Sequence[Budget], widths: Sequence[int]) -> list[Tree]:
+    def _draft_trees(
+        self, slots: range, batch: Sequence[Request], budgets: Sequence[Budget], widths: Sequence[int]
+    ) -> list[Tree]:
         """Draft a tree for each sequence, a level a run. Each run computes the rows of all expanded nodes again."""
         steps = [min(budget.depth, self.shape.steps) if budget.nodes else 0 for budget in budgets]
-        starts, pending = self._begin(batch, steps)
+        starts, pending = self._begin(slots, batch, steps)
         trees = [
             GrowingTree.of(seq.tokens[-1], budget, width, min(budget.nodes, self.shape.nodes - 1), seq.noise.drawn)
             if rows
@@ -213,15 +223,18 @@ class DecoderDrafter(EngineDrafter):
         logits: list[list[FloatArray]] = [[] for _ in batch]
         for level in range(max(steps)):
             began = time.perf_counter()
-            call = self._level_call(starts, pending, trees, max(widths)) if level else self._first_call(starts, pending)
-            call.sample(self._noise, batch, level)
+            if level:
+                call = self._level_call(slots, starts, pending, trees, max(widths))
+            else:
+                call = self._first_call(slots, starts, pending)
+            call.sample(self._noise, slots, batch, level)
             self._run(DRAFT, call.work)
             self._device.wait()
-            for slot, tree in enumerate(trees):
+            for place, tree in enumerate(trees):
                 if tree and tree.ends:
-                    if batch[slot].noise.drawn:
-                        logits[slot].append(call.logits(slot, 0))
-                    tree.grow(*call.candidates(slot), last=level + 1 >= steps[slot])
+                    if batch[place].noise.drawn:
+                        logits[place].append(call.logits(place, 0))
+                    tree.grow(*call.candidates(place), last=level + 1 >= steps[place])
             if level:
                 self._learn_step_ms((time.perf_counter() - began) * 1e3)
             if not any(tree and tree.ends for tree in trees):
@@ -233,14 +246,17 @@ class DecoderDrafter(EngineDrafter):
             for seq, tree, budget, drawn in zip(batch, trees, budgets, logits, strict=True)
         ]
 
-    def _first_call(self, starts: Sequence[int], pending: Sequence[Sequence[int]], levels: int = 1) -> DraftCall:
+    def _first_call(
+        self, slots: range, starts: Sequence[int], pending: Sequence[Sequence[int]], levels: int = 1
+    ) -> DraftCall:
         """Return the call that computes pending tokens after the first rows of each slot, with its rows set."""
-        call = self._call(range(len(starts)), self._width(max(map(len, pending))), levels)
+        call = self._call(slots, self._width(max(map(len, pending))), levels)
         call.fill(starts, pending, self._positions)
         return call
 
     def _level_call(
         self,
+        slots: range,
         starts: Sequence[int],
         pending: Sequence[Sequence[int]],
         trees: Sequence[GrowingTree | None],
@@ -248,7 +264,7 @@ class DecoderDrafter(EngineDrafter):
     ) -> DraftCall:
         """Return the call that computes the trees' expanded nodes after these rows, with its rows set."""
         width = super()._width(max(len(tree.rows) if tree else 0 for tree in trees))
-        call = self._call(range(len(starts)), width, 1, ends)
+        call = self._call(slots, width, 1, ends)
         call.fill_tree([start + len(rows) for start, rows in zip(starts, pending, strict=True)], trees)
         return call
 
@@ -295,7 +311,7 @@ class DecoderDrafter(EngineDrafter):
         self._prepare(range(1), [start], [pending])
         while left:
             levels = self._levels(left, may_stop=True)
-            call = self._first_call([start], [pending], levels)
+            call = self._first_call(range(1), [start], [pending], levels)
             call.work()
             self._device.wait()
             start, pending, left = start + len(pending) + levels - 1, [0], left - levels
@@ -312,9 +328,9 @@ class DecoderDrafter(EngineDrafter):
 
     def _bound(self, slots: range, width: int, levels: int, ends: int) -> DraftCall:
         """Return such a work, bound to buffers."""
-        alone = slots.start > 0
+        catching_up = self._device.step_graphs and slots.start > 0
         given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
-        given |= {**(self._noise.without if alone else self._noise.buffers(len(slots))), **self._tables}
+        given |= {**(self._noise.without if catching_up else self._noise.buffers(slots)), **self._tables}
         shape = len(slots), ends, self.shape.draft_vocabulary
         logits = [buffer.part(*shape) for buffer in self._level_logits(levels)]
         first, later = ({**given, **self._read(slots, rows)} for rows in (width, 1))

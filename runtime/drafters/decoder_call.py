@@ -94,10 +94,10 @@ class DraftCall:
         values[_at(names.KV_LEN, 0)][0] = max(starts) + self.width
         self._mask.write(mask)
 
-    def sample(self, noise: SlotNoise, batch: Sequence[Request], first: int) -> None:
-        """Set the noise of the next run, whose first level is level `first` of its draft."""
+    def sample(self, noise: SlotNoise, slots: range, batch: Sequence[Request], first: int) -> None:
+        """Set the noise of the next run over these slots, whose first level is level `first` of its draft."""
         values = self._host_inputs.open()
-        noise.set(batch, {names.NOISE_KEYS: self._keys, names.DRAWN: values[names.DRAWN]}, first)
+        noise.set(batch, {names.NOISE_KEYS: self._keys, names.DRAWN: values[names.DRAWN]}, slots.start, first)
         for level in range(self._keys.shape[1]):
             values[_at(names.NOISE_KEYS, level)][...] = self._keys[:, level, None]
 

@@ -1,8 +1,10 @@
 """Drafters with engines of their own: the parts that all of them share.
 
 The drafter has its own KV in each slot. Rows of tokens that were committed since its last draft are pending, and the
-next draft computes them, in several chunks if necessary. A call computes all slots of a batch, but leaves the slots of
-other drafters unchanged: it writes their KV after their valid rows.
+next draft computes them, in several chunks if necessary.
+
+On the host, calls leave out the slots that nobody drafts for. A device has calls of all slots of a batch only, prepared
+before the first request. They leave idle slots unchanged: they write the KV of these after their valid rows.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from redraft.runtime.observe.profiling import WAIT
 from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.bound_step import gathered, slot_copy
 from redraft.runtime.steps.verifier import Verifier
+from redraft.types import Budget
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
@@ -102,6 +105,18 @@ class EngineDrafter(TreeMaker):
 
     def move(self, seq: Request, source: int, target: int) -> None:
         self._copy_slot(source, target, seq.drafting[self].cache_len)
+
+    def _runs(self, budgets: Sequence[Budget]) -> list[range]:
+        """Return the slots of each call that drafts within these budgets, by slot.
+
+        On the host, each has one run of slots with a budget: another call costs less than a slot without one.
+        """
+        asked = [slot for slot, budget in enumerate(budgets) if budget.nodes]
+        if self._device.step_graphs:
+            return [range(len(budgets))] if asked else []
+        ends = [slot for slot in asked if slot + 1 not in asked]
+        starts = [slot for slot in asked if slot - 1 not in asked]
+        return [range(start, end + 1) for start, end in zip(starts, ends, strict=True)]
 
     @abstractmethod
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:

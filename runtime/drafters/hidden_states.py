@@ -3,8 +3,8 @@
 Each row of the KV is a pair of the verifier's feature at a position and the next token. Rows of tokens that were
 committed since the last draft are pending. The next draft computes them, in several chunks if necessary.
 
-A call computes all slots of a batch (`one_call`). It writes the KV of other drafters' slots after their valid rows.
-Other data that it would overwrite are saved before and restored.
+On a device a call computes all slots of a batch (`engine`). Chains of idle slots, which it would overwrite, are saved
+before and restored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
 
     def __init__(self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any) -> None:
         """Load its programs. Raises as `OneCallDrafter`."""
-        several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
+        idle = verifier.device.step_graphs and verifier.max_num_seqs > 1
+        several = range(verifier.max_num_seqs) if idle else range(0)
         chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in built.method.roles(built.shape) else ()
         self._lost_chain: Buffer | None = None
         super().__init__(verifier, built, tables, options, chains)

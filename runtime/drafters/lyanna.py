@@ -47,21 +47,25 @@ class LyannaDrafter(HiddenStateDrafter):
         return self.options.resample == UNION and self._store is None and not seq.noise.drawn
 
     def resample(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
-        call = self._call(RESAMPLE, range(len(batch)), 0)
+        return self._over_runs(self._resample, batch, budgets)
+
+    def _resample(self, slots: range, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
+        """Resample for the sequences in these slots, in one call."""
+        call = self._call(RESAMPLE, slots, 0)
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]
         drafted = values[names.DRAFTED] if call.stores else None
         nodes = []
-        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+        for place, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
             used = seq.drafting[self].used if budget.nodes else 1
-            first_step[slot] = used
-            tokens[slot] = seq.tokens[-1]
+            first_step[place] = used
+            tokens[place] = seq.tokens[-1]
             nodes.append(self._left[used])
             if drafted is not None:
-                drafted[slot] = budget.nodes
-        self._noise.set(batch, values)
+                drafted[place] = budget.nodes
+        self._noise.set(batch, values, slots.start)
         self._run(RESAMPLE, call.work)
-        return self._made(call, batch, budgets, nodes, f"resample {self.name}")
+        return self._made(call, slots, batch, budgets, nodes, f"resample {self.name}")
 
 
 DRAFTER = LyannaDrafter

@@ -1,15 +1,14 @@
 """Drafters that read the verifier's hidden states and draft a tree in one engine call. Their methods share this code.
 
 The verifier gathers rows of hidden states in this drafter's buffers. On a GPU trees stay there, and the host knows only
-their sizes. A call computes all slots of a batch, but leaves the slots of other drafters unchanged. It stores only the
-trees of its own slots in the verifier's `TreeStore`.
+their sizes, and the verifier's `TreeStore` gets only the trees of slots with a budget.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +55,7 @@ class OneCallDrafter(FeatureBuffers):
         self._store = verifier.steps.store if device.step_graphs else None
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         super().__init__(verifier, built, tables, options, step_graphs, copied)
-        self._calls: LruCache[tuple[str, int, int], TreeCall] = LruCache(self._most_calls, device.wait)
-        self._nodes = [self.shape.nodes] * verifier.max_num_seqs
+        self._calls: LruCache[CallShape, TreeCall] = LruCache(self._most_calls, device.wait)
         verifier.attach(self)
         if device.asynchronous:
             self._warm()
@@ -79,16 +77,35 @@ class OneCallDrafter(FeatureBuffers):
             self._ready(seq, slot) if budget.nodes else 0
             for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True))
         ]
-        if not any(rows):
-            return [root_only(seq.tokens[-1]) for seq in batch]
-        call = self._call(DRAFT, range(len(batch)), self._width(max(rows)))
+        width = self._width(max(rows))  # of all calls: kernels round other numbers of rows differently
+
+        def make(slots: range, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
+            return self._draft(self._call(DRAFT, slots, width), slots, batch, budgets, rows[slots.start : slots.stop])
+
+        return self._over_runs(make, batch, budgets)
+
+    def _over_runs(
+        self, make: Callable[[range, Sequence[Request], Sequence[Budget]], list[Tree]],
+        batch: Sequence[Request], budgets: Sequence[Budget],
+    ) -> list[Tree]:  # fmt: skip
+        """Return the trees that `make` makes for each call's slots, and roots for the other ones."""
+        trees: list[Tree] = [root_only(seq.tokens[-1]) for seq in batch]
+        for slots in self._runs(budgets):
+            part = slice(slots.start, slots.stop)
+            trees[part] = make(slots, batch[part], budgets[part])
+        return trees
+
+    def _draft(
+        self, call: TreeCall, slots: range, batch: Sequence[Request], budgets: Sequence[Budget], rows: Sequence[int]
+    ) -> list[Tree]:
+        """Draft for the sequences in these slots, of which each reads so many rows. No rows mean no draft."""
         self._fill(call, batch, rows)
-        self._noise.set(batch, call.host_inputs.open())
+        self._noise.set(batch, call.host_inputs.open(), slots.start)
         self._run_draft(call, batch, rows)
         for seq, count in zip(batch, rows, strict=True):
             if count:
                 seq.drafting[self].used = 0
-        return self._made(call, batch, budgets, self._nodes, f"draft {self.name}")
+        return self._made(call, slots, batch, budgets, [self.shape.nodes] * len(slots), f"draft {self.name}")
 
     def ready(self, seq: Request) -> bool:
         """True if there is a row to read that no draft has read."""
@@ -160,17 +177,18 @@ class OneCallDrafter(FeatureBuffers):
     def _made(
         self,
         call: TreeCall,
+        slots: range,
         batch: Sequence[Request],
         budgets: Sequence[Budget],
         nodes: Sequence[int],
         stage: str,
     ) -> list[Tree]:
         """Return the trees of a call's latest run within the budgets, by slot. Each tree has at least `nodes` nodes."""
-        proposals = [self._proposal(seq, slot) for slot, seq in enumerate(batch)]
+        proposals = [self._proposal(seq, slot) for slot, seq in zip(slots, batch, strict=True)]
         if self._store is None:
             return [
-                within(call.copied(slot, count, proposals[slot]), budget) if budget.nodes else root_only(seq.tokens[-1])
-                for slot, (seq, budget, count) in enumerate(zip(batch, budgets, nodes, strict=False))
+                within(call.copied(place, count, proposals[place]), budget)
+                for place, (budget, count) in enumerate(zip(budgets, nodes, strict=True))
             ]
         drafts = call.drafts(nodes, proposals, stage)
         trees: list[Tree] = []
@@ -213,12 +231,11 @@ class OneCallDrafter(FeatureBuffers):
         return budget.depth < min(limits.depth, most) or budget.width < min(limits.width, most)
 
     def _call(self, kind: str, slots: range, width: int) -> TreeCall:
-        key = (kind, slots.stop, width)
-        return self._calls.get(key, lambda: self._bound(kind, slots, width))
+        return self._calls.get((kind, slots, width), lambda: self._bound(kind, slots, width))
 
     def _bound(self, kind: str, slots: range, width: int) -> TreeCall:
         """Return a call over the slots' state, bound to buffers."""
-        return self._over(kind, slots, width, self._noise.buffers(len(slots)), self._store)
+        return self._over(kind, slots, width, self._noise.buffers(slots), self._store)
 
     def _over(
         self, role: str, slots: range, width: int, others: Mapping[str, Buffer], store: TreeStore | None

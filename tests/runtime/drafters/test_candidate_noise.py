@@ -44,35 +44,37 @@ def test_each_slot_has_its_sequences_factors_keys_and_positions() -> None:
     values = integers(3)
     drawn = DraftNoise(0.5, 8, DRAWN)
     noise.set([request(10, DraftNoise(2.0, 7)), request(4, NO_NOISE), request(6, drawn)], values)
-    assert floats(noise.buffers(4)) == [[SCALE, SCALE, 2.0, SCALE], [2.0, 0.0, 0.5, 0.0]]
+    assert floats(noise.buffers(range(4))) == [[SCALE, SCALE, 2.0, SCALE], [2.0, 0.0, 0.5, 0.0]]
     assert values[names.DRAWN].tolist() == [0, 0, 1]
     assert values[names.NOISE_KEYS][0].tolist() == [list(row_key(7, 10 + step, COUPLED)) for step in range(STEPS)]
     assert values[names.NOISE_KEYS][2].tolist() == [list(key) for key in drawn.keys(6, STEPS)]
-    noise.set([request(9, NO_NOISE)], integers(1))
-    assert floats(noise.buffers(4)) == [[SCALE] * 4, [0.0] * 4]
+    noise.set([request(9, NO_NOISE), request(3, DraftNoise(3.0, 7))], integers(2), first_slot=2)
+    assert floats(noise.buffers(range(4))) == [[SCALE] * 4, [2.0, 0.0, 0.0, 3.0]]
+    assert floats(noise.buffers(range(2, 4))) == [[SCALE] * 2, [0.0, 3.0]]
 
 
 def test_factors_are_written_only_when_they_change() -> None:
     noise = SlotNoise(Host(), 2, SCALE)  # type: ignore[arg-type]
-    scales = array_of(noise.buffers(2)[names.NOISE_SCALE])
+    scales = array_of(noise.buffers(range(2))[names.NOISE_SCALE])
     for request_noise in (NO_NOISE, DraftNoise(1.0, 3)):
         noise.set([request(5, request_noise)], integers(1))
         scales[:] = 9
         noise.set([request(6, request_noise)], integers(1))
         assert scales.tolist() == [9, 9]
     noise.clear()
-    assert floats(noise.buffers(2)) == [[SCALE] * 2, [0.0] * 2]
+    assert floats(noise.buffers(range(2))) == [[SCALE] * 2, [0.0] * 2]
 
 
 def test_a_change_of_any_slot_is_written() -> None:
-    """Requests move to other slots, and leave later ones."""
+    """Requests move to other slots. A call over the first slots keeps the noise of later ones."""
     noise = SlotNoise(Host(), 3, SCALE)  # type: ignore[arg-type]
     first, second, third = DraftNoise(1.0, 3), DraftNoise(0.5, 4, DRAWN), DraftNoise(2.0, 5)
+    kept = [NO_NOISE] * 3
     for batch in ((first, second, third), (first, third), (first, NO_NOISE, second), (first,)):
         noise.set([request(5, one) for one in batch], integers(len(batch)))
-        temperatures = [one.temperature for one in batch] + [0.0] * (3 - len(batch))
-        scales = [2.0 if one is second else SCALE for one in batch] + [SCALE] * (3 - len(batch))
-        assert floats(noise.buffers(3)) == [scales, temperatures]
+        kept[: len(batch)] = batch
+        scales = [2.0 if one is second else SCALE for one in kept]
+        assert floats(noise.buffers(range(3))) == [scales, [one.temperature for one in kept]]
     assert floats(noise.without) == [[SCALE], [0.0]], "of calls whose tree nobody reads"
 
 

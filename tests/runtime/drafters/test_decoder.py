@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.drafters.base import PREFIX_BLOCK
 from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder import DecoderDrafter, Drafting
 from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
@@ -62,17 +64,42 @@ def test_a_verifier_that_drafts_for_itself_accepts_every_token(folder: Path, slo
                 assert text.metrics.num_steps < 5
 
 
+@pytest.mark.parametrize("method", ["narrow", "same"])
+@pytest.mark.parametrize("shared", [40, 75])
+def test_a_shared_prefix_changes_no_draft(
+    folder: Path, method: str, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter takes its rows over, and computes none of them again."""
+    later = [*LONG[:shared], 4, 4]
+    with opened(folder, 2) as runtime:
+        computed: list[int] = []
+        prepare = Mock(side_effect=lambda slots, starts, pending, batch: computed.extend(map(len, pending)))
+        monkeypatch.setattr(drafter_of(runtime, method), "_prepare", prepare)
+        (alone,) = runtime.generate([later], PARAMS, chains(method, 6))
+        before = sum(computed)
+        runtime.forget_prefixes()
+        runtime.generate([LONG], PARAMS, chains(method, 6))
+        computed.clear()
+        (again,) = runtime.generate([later], PARAMS, chains(method, 6))
+    assert again.cached_tokens == shared - shared % PREFIX_BLOCK
+    assert before - sum(computed) == again.cached_tokens
+    assert again.token_ids == alone.token_ids
+    counts = [(m.num_steps, m.num_draft_tokens, m.num_accepted_draft_tokens) for m in (again.metrics, alone.metrics)]
+    assert counts[0] == counts[1]
+    assert counts[0][2] > 0
+
+
 def runs_of(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return a list that gets the rows and levels of every later work of a chain."""
     runs: list[tuple[int, int]] = []
     extend = drafter._extend
 
     def counted(
-        batch: Sequence[Request], chains: Sequence[Chain], starts: Sequence[int],
+        slots: range, batch: Sequence[Request], chains: Sequence[Chain], starts: Sequence[int],
         pending: Sequence[Sequence[int]], level: int, levels: int,
     ) -> None:  # fmt: skip
         runs.append((max(map(len, pending)), levels))
-        extend(batch, chains, starts, pending, level, levels)
+        extend(slots, batch, chains, starts, pending, level, levels)
 
     patch.setattr(drafter, "_extend", counted)
     return runs

@@ -289,6 +289,32 @@ def test_drafts_are_algorithm_1s_and_resampled_trees_algorithm_2s_with_the_noise
         assert_same_tree(moved, expected[3])
 
 
+def test_calls_leave_out_the_slots_that_nobody_drafts_for(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of slots with a budget has a call of its own, with its requests' noise. Others keep their chains."""
+    with opened(4) as runtime:
+        drafter, calls = lyanna_of(runtime), list[tuple[str, range]]()
+        requests = [request(text, noise) for text, noise in zip(([5, 6, 7], [8, 9], [2, 3], [7, 7]), [NO_NOISE, *SAMPLED])]
+        loop, batch = admitted(runtime, requests)
+        call = drafter._call
+        monkeypatch.setattr(drafter, "_call", lambda *key: (calls.append(key[:2]), call(*key))[1])
+        budgets = [NO_SPECULATION, FULL, NO_SPECULATION, FULL]
+        trees = drafter.draft(batch, budgets)
+        assert calls == [(names.DRAFT, range(1, 2)), (names.DRAFT, range(3, 4))]
+        kept = chains(drafter)[1].copy()
+        others = drafter.draft(batch, [FULL, NO_SPECULATION, FULL, NO_SPECULATION])
+        assert np.array_equal(chains(drafter)[1], kept)
+        for slot, made in enumerate([others, trees, others, trees]):
+            assert_same_tree(made[slot], noisy_tree(runtime, batch[slot], slot, drafter.shape.nodes))
+            assert len(made[slot ^ 1]) == 1
+        loop.step()
+        calls.clear()
+        trees = drafter.resample(batch, [NO_SPECULATION, NO_SPECULATION, FULL, FULL])
+        assert calls == [(names.RESAMPLE, range(2, 4))]
+        for slot in (2, 3):
+            expected = noisy_tree(runtime, batch[slot], slot, drafter.shape.resample_nodes)
+            assert_same_tree(trees[slot], expected)
+
+
 def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
     """Return the token tables by name."""
     bundle = runtime._bundle

@@ -15,6 +15,7 @@ from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
 from redraft.runtime.drafters.base import Pair, TreeMaker
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.none import NoDrafter
+from redraft.runtime.loop import slots
 from redraft.runtime.loop.decode_loop import MOST_FAILURES, DecodeLoop
 from redraft.runtime.loop.scheduler import LEAST_CHUNK, QueueFull
 from redraft.runtime.requests.batch import Batch
@@ -186,6 +187,34 @@ def test_the_least_recently_used_prefix_makes_room() -> None:
     assert loop.scheduler.slots.prefixes == 2
     assert computed_rows(loop, request(first, 2)) == 1
     assert computed_rows(loop, request(second, 2)) == 49
+
+
+def test_memory_of_a_long_prefix_is_given_back_when_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because another one takes its slot, or all are dropped. A short one keeps its pages."""
+    monkeypatch.setattr(slots, "MANY_ROWS", 60)
+    loop = loop_of(most=1, spare=1)
+    released: list[int] = []
+    monkeypatch.setattr(loop.verifier, "release", released.append)
+    for number in range(3):
+        computed_rows(loop, request([97 + number] * 61, 2))
+        assert len(released) == max(number - 1, 0)
+    computed_rows(loop, request([120] * 50, 2))
+    assert len(released) == 2
+    loop.scheduler.slots.clear()
+    assert len(released) == 3
+
+
+def test_the_youngest_request_of_the_largest_priority_number_is_parked() -> None:
+    loop = loop_of(most=4)
+    running = [request([97, number], 30, priority=priority) for number, priority in enumerate((2, 1, 2, 1))]
+    for one in running:
+        loop.add(one)
+        loop.step()
+    for parked in (2, 0, 3):
+        loop.add(request([98], 30))
+        loop.step()
+        assert running[parked].slot == -1
+        assert loop.scheduler.waiting == (2, 0, 3).index(parked) + 1
 
 
 def test_a_request_that_was_preempted_has_the_same_text() -> None:

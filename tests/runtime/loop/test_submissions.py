@@ -232,6 +232,25 @@ def test_an_interrupt_while_a_drafter_opens_leaves_the_loop_running(
     assert list(runtime.submit([97], greedy(5), "none").result(30).token_ids) == plain(mixing_rule, [97], 5)
 
 
+def test_an_interrupt_of_generate_aborts_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Submission) -> None:
+        raise KeyboardInterrupt
+
+    gate = Gate()
+    with make_runtime(gate, max_model_len=2000, max_num_seqs=2) as runtime:
+        monkeypatch.setattr(Submission, "ended", interrupted)
+        requests = []
+        add = runtime._thread.add
+        monkeypatch.setattr(runtime._thread, "add", lambda new: (requests.extend(new), add(new)))
+        with pytest.raises(KeyboardInterrupt):
+            runtime.generate([[97], [98], [99]], greedy(1900), "none")
+        gate.opened.set()
+        started = time.monotonic()
+        while runtime.health.requests and time.monotonic() < started + 30:
+            time.sleep(0.001)
+        assert [one.finish_reason for one in requests] == ["abort"] * 3
+
+
 def test_closing_fails_requests_that_run_and_wait() -> None:
     with make_runtime(lambda tokens: time.sleep(0.001) or mixing_rule(tokens), max_model_len=2000) as runtime:
         found = [runtime.submit([97, number], greedy(1900), "none") for number in range(3)]

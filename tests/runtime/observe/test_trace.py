@@ -13,6 +13,7 @@ import pytest
 
 from redraft.errors import DataError, UsageError
 from redraft.runtime import SpeculationParams
+from redraft.runtime.controllers.adaptive import Adaptive
 from redraft.runtime.observe.trace import replay
 from redraft.types import Budget, OfferKind
 from tests.runtime.fakes import greedy, make_runtime, mixing_rule, plain
@@ -49,6 +50,25 @@ def test_a_trace_has_every_token_and_the_nodes_of_each_source(max_num_seqs: int)
     assert sum(played.accepted.values()) == sum(len(step["path"]) for step in steps) > 0
     assert set(played.steps) <= {OfferKind.LOOKUP, OfferKind.NONE}
     assert played.nodes[OfferKind.NONE] == 0
+
+
+@pytest.mark.faulty_drafts
+def test_a_step_that_its_controller_cannot_explain_is_traced_without_its_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request goes on without drafts, with the same text."""
+
+    def fails(self: Adaptive, request: object) -> None:
+        raise RuntimeError("explain failed")
+
+    monkeypatch.setattr(Adaptive, "explain", fails)
+    file, runtime = io.StringIO(), make_runtime()
+    (found,) = runtime.generate([PROMPTS[1]], greedy(25), "ngram", trace=file)
+    assert list(found.token_ids) == plain(mixing_rule, PROMPTS[1], 25)
+    assert "explain failed" in str(found.drafting_error)
+    steps = [json.loads(line) for line in file.getvalue().splitlines() if "position" in line]
+    assert [token for step in steps for token in step["committed"]][:25] == list(found.token_ids)
+    assert not any("choice" in step for step in steps)
 
 
 def test_a_depth_counts_if_the_tree_reaches_it_and_all_before_were_accepted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from redraft import names
+from redraft.cgroups import read_text
 from redraft.engines import host_device, open_bundle
 from redraft.engines.device import Buffer, slots_of
 from redraft.engines.host_device import HostBuffer
@@ -249,6 +251,28 @@ def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences:
         verifier.steps.fewest_rows = fewest
         assert verifier.steps.tree(trees, [seq.num_computed_tokens for seq in batch]).width == width  # type: ignore[attr-defined]
         assert [outcome.tokens for outcome in verifier.verify(batch, trees)] == expected
+
+
+@pytest.mark.skipif("VmFlags" not in read_text(Path("/proc/self/smaps")), reason="the system lists no flags of memory")
+@pytest.mark.parametrize(("sequences", "slots", "small"), [(2, 2, [True, True]), (1, 2, [False, True])])
+def test_rows_of_several_slots_are_in_small_pages(sequences: int, slots: int, small: list[bool]) -> None:
+    """So that a slot takes what it uses. The only slot of a single sequence may have large pages."""
+    engine = FakeEngine(single=sequences == 1)
+    kv = fake_verifier(engine, 20_000, sequences, slots=slots).steps.host_kv()
+    for layer in kv:
+        found = [flags_at(int(layer[slot].ctypes.data) + layer[slot].nbytes // 2) for slot in range(slots)]
+        assert ["nh" in flags for flags in found] == small
+
+
+def flags_at(address: int) -> list[str]:
+    """Return the flags of the memory at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no such memory")
 
 
 def test_the_least_recently_used_value_is_dropped() -> None:
