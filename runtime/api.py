@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -43,6 +44,7 @@ class Runtime:
         eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, bundle: Bundle | None = None,
         identity: Identity | None = None, exact: bool = False, max_waiting: int | None = None,
+        max_total_tokens: int | None = None,
     ) -> None:  # fmt: skip
         """identity: settings that measured costs depend on, apart from the machine. `open` sets all of them."""
         self.verifier = verifier
@@ -58,13 +60,13 @@ class Runtime:
         )
         stop_tokens = frozenset(eos_token_ids)
         self._requests = RequestMaker(tokenizer, verifier.vocabulary, max_model_len, stop_tokens, self._speculation)
-        self._thread = LoopThread(DecodeLoop(verifier, self._speculation.plain, costs, max_waiting))
+        self._thread = LoopThread(DecodeLoop(verifier, self._speculation.plain, costs, max_waiting, max_total_tokens))
 
     @classmethod
     def open(  # noqa: PLR0913 - options of the public interface
         cls, path: Path | str, threads: int | None = None, max_num_seqs: int = 1, verify: bool | None = None,
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None, exact: bool = True,
-        max_waiting: int | None = None, prefix_slots: int | None = None,
+        max_waiting: int | None = None, prefix_slots: int | None = None, max_total_tokens: int | None = None,
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`.
 
@@ -80,12 +82,15 @@ class Runtime:
         max_waiting:  most requests of `submit` that wait for a slot; None takes any number.
         prefix_slots: slots that hold rows of earlier prefixes only, beside the free ones. None is `max_num_seqs` on the
                       host, which takes memory for their rows when they are used, and 0 on a GPU.
+        max_total_tokens: most tokens whose rows are kept in all slots together, those of drafts included. If rows run
+                      out, prefixes are dropped, then the youngest request waits and goes on later with the same text.
+                      A request that could have more tokens is refused. None is no limit: each slot may be full.
         The first opening on a machine takes up to three seconds longer: it checks kernels and measures their costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, for more than MOST_THREADS,
         or an unknown device.
         """
         least = {"max_num_seqs": (max_num_seqs, 1), "threads": (threads, 1), "prefix_slots": (prefix_slots, 0),
-                 "max_waiting": (max_waiting, 0)}  # fmt: skip
+                 "max_waiting": (max_waiting, 0), "max_total_tokens": (max_total_tokens, 2)}  # fmt: skip
         for name, (value, lowest) in least.items():
             if value is not None and value < lowest:
                 raise UsageError(f"{name} must be at least {lowest}, not {value}")
@@ -114,7 +119,10 @@ class Runtime:
         if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)
         costs, rows, eos = load_costs(verifier, identity), manifest.max_model_len, manifest.eos_token_ids
-        return cls(verifier, tokenizer, costs, rows, eos, drafter_options, bundle, identity, exact, max_waiting)
+        return cls(
+            verifier, tokenizer, costs, rows, eos, drafter_options, bundle, identity, exact, max_waiting,
+            max_total_tokens,
+        )  # fmt: skip
 
     @property
     def exact(self) -> bool:
@@ -278,7 +286,7 @@ class Runtime:
                 raise UsageError("requests are running", "warm the runtime before the first request")
             self._thread.loop.scheduler.slots.clear()
             self.verifier.warm()
-            self._speculation.create(SpeculationParams(method), False, before_measuring=lambda: None)
+            self._speculation.create(SpeculationParams(method), False, pause=lambda: nullcontext(True))
 
     def forget(self, tenant: str) -> None:
         """Drop the outputs that methods keep for a tenant. Requests that end later are kept again.
@@ -331,12 +339,16 @@ class Runtime:
         self, prompts: Sequence[Prompt], given: Sequence[Parameters], forced: Acceptance | None = None,
         record_logit_margins: bool = False,
     ) -> list[Request]:  # fmt: skip
-        """Return requests for a decode loop, between two steps if a drafter has to be opened or measured."""
-        keys = [(how, params.constraint is not None) for params, how in given]
-        if forced is None and all([self._speculation.knows(*key) for key in keys]):
-            return self._requests.make(prompts, given, forced, record_logit_margins)
-        slots = self._thread.loop.scheduler.slots
-        with self._thread.paused() as idle, slots.preserved():
+        """Return requests for a decode loop. Steps pause only while a drafter is opened or measured."""
+        if self.verifier.cold and not self._thread.loop.scheduler.slots.used:
+            with self._pause():
+                pass
+        return self._requests.make(prompts, given, forced, record_logit_margins, self._pause)
+
+    @contextmanager
+    def _pause(self) -> Iterator[bool]:
+        """Let no step run in the block, which may overwrite rows. Yields true if no request has a slot."""
+        with self._thread.paused() as idle, self._thread.loop.scheduler.slots.preserved():
             if idle:
                 self.verifier.warm()
-            return self._requests.make(prompts, given, forced, record_logit_margins, slots.clear if idle else None)
+            yield idle

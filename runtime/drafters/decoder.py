@@ -192,7 +192,7 @@ class DecoderDrafter(EngineDrafter):
             left = min(left, STOP_STEPS if self._device.asynchronous else 1)
         return STEP_COUNTS[bisect_right(STEP_COUNTS, left) - 1]
 
-    def _extend(
+    def _extend(  # noqa: PLR0913 - the slots of a call, and what each of them has
         self, slots: range, batch: Sequence[Request], chains: Sequence[Chain], starts: Sequence[int],
         pending: Sequence[Sequence[int]], level: int, levels: int,
     ) -> None:  # fmt: skip

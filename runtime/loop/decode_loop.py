@@ -53,10 +53,11 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, verifier: Verifier, plain: Speculation, costs: VerifyCosts | None = None, max_waiting: int | None = None
-    ) -> None:
+        self, verifier: Verifier, plain: Speculation, costs: VerifyCosts | None = None, max_waiting: int | None = None,
+        max_total_tokens: int | None = None,
+    ) -> None:  # fmt: skip
         self.verifier = verifier
-        self.scheduler = Scheduler(verifier, max_waiting)
+        self.scheduler = Scheduler(verifier, max_waiting, max_total_tokens)
         self.plain = plain
         self._costs = costs
         self._progress = time.monotonic()
@@ -64,7 +65,7 @@ class DecodeLoop:
         self._ranges = verifier.ranges
 
     def add(self, request: Request, limited: bool = False) -> None:
-        """Add a request. Raises QueueFull as `Scheduler.add`."""
+        """Add a request. Raises QueueFull and UsageError as `Scheduler.add`."""
         request.plain = self.plain
         request.speculation = request.speculation or self.plain
         request.started = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
@@ -11,7 +11,7 @@ from typing import Any
 
 from redraft.errors import UsageError
 from redraft.runtime.drafters.synthetic import Acceptance, SyntheticAcceptance
-from redraft.runtime.loop.speculation import SpeculationFactory
+from redraft.runtime.loop.speculation import Pause, SpeculationFactory
 from redraft.runtime.params import SamplingParams, SpeculationParams
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import make_sampler
@@ -62,14 +62,14 @@ class RequestMaker:
 
     def make(
         self, prompts: Iterable[Prompt], parameters: Sequence[Parameters], forced: Acceptance | None,
-        record_logit_margins: bool, before_measuring: Callable[[], None] | None = None,
+        record_logit_margins: bool, pause: Pause,
     ) -> list[Request]:  # fmt: skip
         """Return a request for each prompt. Raises UsageError, BundleError and BackendError.
 
-        before_measuring: as in `SpeculationFactory.create`.
+        pause: as in `SpeculationFactory.create`.
         """
         keys = [(how, params.constraint is not None) for params, how in parameters]
-        speculations = {key: self.speculation.create(*key, forced, before_measuring) for key in dict.fromkeys(keys)}
+        speculations = {key: self.speculation.create(*key, forced, pause) for key in dict.fromkeys(keys)}
         requests = []
         for prompt, (params, how), key in zip(prompts, parameters, keys, strict=True):
             request = self._request(self.encode(prompt), params, forced, record_logit_margins)

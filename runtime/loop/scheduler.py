@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 
-from redraft.errors import RedraftError
+from redraft.errors import RedraftError, UsageError
 from redraft.runtime.loop.slots import Slots
 from redraft.runtime.loop.waiting import WaitingQueue
 from redraft.runtime.requests.batch import Batch, CallLimits, Chunk, RequestStep
@@ -19,6 +20,8 @@ CHUNK_SHARE = 1.6
 tokens is then at most 2.6 times the usual one, and a prompt beside them takes 1.6 times as long as alone."""
 LEAST_CHUNK = 8
 """Prompt rows of a step, at least. Fewer would take nearly as long."""
+ROWS_AHEAD = 32
+"""Rows that a running request should have left before another one gets a slot. Prefixes make room for them."""
 _LEARN = 0.25
 
 
@@ -53,13 +56,14 @@ class Scheduler:
 
     A step verifies the tree of every running request, and computes rows of prompts in the time that is left: so no
     running request waits for more than one chunk. A request with a smaller priority takes the slot of one with a larger
-    priority, which is parked and goes on later with the same text.
+    priority, which is parked and goes on later with the same text. If rows run out, the youngest request waits again.
     """
 
-    def __init__(self, verifier: Verifier, max_waiting: int | None = None) -> None:
-        """max_waiting: most requests without a slot; None for any number."""
+    def __init__(self, verifier: Verifier, max_waiting: int | None = None, max_total_tokens: int | None = None) -> None:
+        """max_waiting: most requests without a slot.   max_total_tokens: most rows in all slots. None is no limit."""
         self._verifier = verifier
         self._max_waiting = max_waiting
+        self._max_rows = sys.maxsize if max_total_tokens is None else max_total_tokens
         self._lock = threading.Lock()
         self._waiting = WaitingQueue()
         self._aborted: deque[Request] = deque()
@@ -92,7 +96,15 @@ class Scheduler:
             return [*self.slots.running, *self.slots.filling, *self._waiting]
 
     def add(self, request: Request, limited: bool = False) -> None:
-        """Add a request. Raises QueueFull if it would wait and too many do, unless it is not `limited`."""
+        """Add a request. Raises QueueFull if it would wait and too many do, unless it is not `limited`.
+
+        Raises UsageError for a request that could need more rows than all slots may have.
+        """
+        if request.limit > self._max_rows:
+            raise UsageError(
+                f"the request may have {request.limit} tokens, and all requests together {self._max_rows}",
+                "lower max_tokens, shorten the prompt, or raise max_total_tokens",
+            )
         with self._lock:
             if len(self) == 0:
                 self._last_end = 0.0  # the time without requests says nothing of their pace
@@ -122,12 +134,15 @@ class Scheduler:
         slots, verifier = self.slots, self._verifier
         for request in [one for one in slots.filling if one.missing_rows == 0]:
             slots.join(request)
+        spare = self._claim_rows()
+        chunks = self._chunks(spare)
         steps = [RequestStep.of(request) for request in slots.running]
         most = max([request.num_computed_tokens for request in slots.running], default=0)
         rows = min(verifier.max_model_len - most, verifier.largest_tree, verifier.most_rows // max(len(steps), 1))
+        rows = min(rows, 1 + (spare - sum([chunk.tokens for chunk in chunks])) // max(len(steps), 1))
         past_end = verifier.device.step_graphs
         limits = CallLimits(rows, verifier.branches, verifier.block_rows, past_end, verifier.vocabulary)
-        return Batch(steps, limits, self._chunks())
+        return Batch(steps, limits, chunks)
 
     def update(self, batch: Batch) -> list[RequestOutput]:
         """Take the slots of requests that ended, and return what the step brought."""
@@ -190,10 +205,13 @@ class Scheduler:
         """Give slots to waiting requests. Requests of larger priorities make room for those of smaller ones."""
         while True:
             with self._lock:
-                priority = self._waiting.priority
-                if priority is None or not (self.slots.free or self._preempt(priority)):
+                request = self._waiting.first
+                if request is None:
                     return
-                request = self._waiting.pop()
+                while not self._has_space(request):
+                    if not self._preempt(request.priority):
+                        return
+                self._waiting.pop()
             try:
                 self.slots.admit(request)
             except BaseException:  # a fault of ours: whoever ends all requests must know this one
@@ -202,21 +220,50 @@ class Scheduler:
             if request.deadline is not None:
                 self._deadlines.add(request)
 
+    def _has_space(self, request: Request) -> bool:
+        """True if a slot is free, and rows for all tokens so far and for some more of each running request."""
+        active = [*self.slots.running, *self.slots.filling]
+        rows = sum([len(one.tokens) + ROWS_AHEAD for one in active]) + len(request.tokens)
+        return self.slots.free > 0 and (rows <= self._max_rows or not active)
+
     def _preempt(self, priority: int) -> bool:
         """Park the youngest request of the largest priority number, if that is larger than `priority`."""
-        requests = [*self.slots.running, *self.slots.filling]
-        youngest = max(requests, key=lambda request: (request.priority, request.started))
+        youngest = self._youngest()
         if youngest.priority <= priority:
             return False
-        self.slots.leave(youngest)
-        youngest.num_computed_tokens = 0
-        self._deadlines.discard(youngest)
-        self._waiting.push(youngest, first=True)
+        self._suspend(youngest, park=True)
         return True
 
-    def _chunks(self) -> list[Chunk]:
-        """Return the rows to compute beside the verification, of the first requests first."""
-        budget, chunks = self._budget(), list[Chunk]()
+    def _claim_rows(self) -> int:
+        """Make room for a row of each request. Returns the rows that are left, besides one of each running request.
+
+        Prefixes are dropped first, also for trees and chunks, the least recently used one first. Then the youngest
+        requests lose their rows, and wait.
+        """
+        slots = self.slots
+        wanted = ROWS_AHEAD * len(slots.running)
+        wanted += sum([min(request.missing_rows, PREFILL_CHUNK) for request in slots.filling])
+        while self._max_rows - slots.rows < wanted and slots.drop_oldest():
+            pass
+        while (left := self._max_rows - slots.rows - len(slots.running)) < len(slots.filling):
+            with self._lock:
+                self._suspend(self._youngest(), park=False)
+        return left
+
+    def _youngest(self) -> Request:
+        requests = [*self.slots.running, *self.slots.filling]
+        return max(requests, key=lambda request: (request.priority, request.started))
+
+    def _suspend(self, request: Request, park: bool) -> None:
+        """Take a request's slot. It waits, before all others of its priority."""
+        self.slots.leave(request, park)
+        request.num_computed_tokens = 0
+        self._deadlines.discard(request)
+        self._waiting.push(request, first=True)
+
+    def _chunks(self, most: int) -> list[Chunk]:
+        """Return the rows to compute beside the verification, at most `most`, of the first requests first."""
+        budget, chunks = min(self._budget(), most), list[Chunk]()
         for request in sorted(self.slots.filling, key=lambda request: request.priority):
             rows = min(request.missing_rows, budget, PREFILL_CHUNK)
             if rows > 0:

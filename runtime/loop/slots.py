@@ -51,6 +51,19 @@ class Slots:
         """Parked prefixes."""
         return len(self._prefixes)
 
+    @property
+    def rows(self) -> int:
+        """Rows of all requests and prefixes."""
+        owners = [*self.running, *self.filling, *self._prefixes.values()]
+        return sum([one.num_computed_tokens for one in owners])
+
+    def drop_oldest(self) -> bool:
+        """Forget the least recently used prefix. Returns false if there is none."""
+        if not self._prefixes:
+            return False
+        self._drop(next(iter(self._prefixes)))
+        return True
+
     def admit(self, request: Request) -> None:
         """Give a request a slot, with the rows of the longest prefix of its tokens that is parked."""
         source, rows = self._longest(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,7 +33,9 @@ from redraft.runtime.steps.verifier import Verifier
 from redraft.runtime.trees.offers import Speculation
 from redraft.types import NO_SPECULATION, Budget
 
-_MOST_KNOWN, _MOST_CONTROLLERS = 4096, 256
+Pause = Callable[[], AbstractContextManager[bool]]
+"""Returns a block in which no step runs, and rows may be overwritten. Its value is true if no request has a slot."""
+_MOST_CONTROLLERS = 256
 _ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
 
 
@@ -66,7 +69,6 @@ class SpeculationFactory:
         self._adaptive = Adaptive(costs)
         self._expected: set[str] = set()
         self._controllers: LruCache[LengthRule | Budget, Controller] = LruCache(_MOST_CONTROLLERS)
-        self._known: set[tuple[Any, ...]] = set()
         self._lock = threading.RLock()
         self.plain = Speculation(NoDrafter(verifier), FixedBudget(NO_SPECULATION), NONE)
         """How a request decodes without drafts."""
@@ -93,36 +95,34 @@ class SpeculationFactory:
 
     def forget(self, tenant: str) -> None:
         """Drop the outputs that methods keep for a tenant."""
-        for drafter in self._drafters.values():
-            drafter.forget(tenant)
-
-    def knows(self, asked: SpeculationParams, constrained: bool) -> bool:
-        """True if `create` has returned for such parameters before, so it opens and measures nothing."""
-        return _key(asked, constrained) in self._known
+        with self._lock:
+            for drafter in self._drafters.values():
+                drafter.forget(tenant)
 
     def create(
         self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None,
-        before_measuring: Callable[[], None] | None = None,
+        pause: Pause = lambda: nullcontext(False),
     ) -> Speculation:  # fmt: skip
-        """Return how requests with these parameters speculate. Raises UsageError.
+        """Return how requests with these parameters speculate. Raises UsageError, BundleError and BackendError.
 
         constrained: whether their texts must match a grammar, whose forced tokens are then drafted.
-        before_measuring: called before calls are timed, which overwrite rows. None measures nothing, while requests
-            run: costs are then learned from their calls alone.
+        pause: the block in which an engine is opened, and calls of a drafter are timed for the first time. If a request
+            has a slot, they are not timed: costs are then learned from the requests' calls alone.
         """
-        with self._lock:
-            created = self._created(asked, constrained, forced, before_measuring)
-            if len(self._known) < _MOST_KNOWN:
-                self._known.add(_key(asked, constrained))
-            return created
+        with self._lock, suppress(_PauseNeeded):
+            return self._created(asked, constrained, forced, None)
+        with pause() as idle, self._lock:  # in this order: a callback of the loop creates too, and nothing steps then
+            return self._created(asked, constrained, forced, idle)
 
     def _created(  # noqa: C901, PLR0912 - one branch for each kind of method and controller
-        self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None,
-        before_measuring: Callable[[], None] | None,
-    ) -> Speculation:  # fmt: skip
+        self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None, idle: bool | None
+    ) -> Speculation:
+        """Return what `create` does.   idle: as `Pause` yields; None if steps run. Raises _PauseNeeded in that case."""
         word, budget = asked.method or self.default_method, asked.budget
         self._check_budget(budget)
         name, lookup = split_pair(word)
+        if idle is None and name in self._built and name not in self._drafters:
+            raise _PauseNeeded
         drafter = self.drafter(name)
         if lookup and not drafter.has_engines:
             raise UsageError(f"this bundle has no method {word!r}", f"choose one of {', '.join(self.methods)}")
@@ -133,6 +133,8 @@ class SpeculationFactory:
             return Speculation(drafter, FixedBudget(NO_SPECULATION), word)
         wide = drafter.has_engines or (drafter.branches if budget is None else budget.width > 1)
         if wide and not self._verifier.branches:
+            if idle is None:
+                raise _PauseNeeded
             self._verifier.take_branches()
             if self._exact:
                 settle_exactness(self._verifier, self._identity)
@@ -158,7 +160,7 @@ class SpeculationFactory:
             word = f"{word} {budget.nodes},{budget.depth},{budget.width}"
         if forced is not None:
             return Speculation(drafter, Adaptive(self._costs), word, most)
-        self._expect_costs(name, before_measuring)
+        self._expect_costs(name, idle)
         return Speculation(drafter, self._adaptive, word, most)
 
     def drafter(self, name: str) -> Drafter:
@@ -203,16 +205,17 @@ class SpeculationFactory:
             self._drafters[word] = Pair(self.drafter(lookup), drafter)
         return self._drafters[word]
 
-    def _expect_costs(self, name: str, before_measuring: Callable[[], None] | None) -> None:
+    def _expect_costs(self, name: str, idle: bool | None) -> None:
         """Give the controller the costs of a drafter's calls when they are first needed."""
         drafter = self._drafters[name]
-        if before_measuring is not None and name not in self._expected and isinstance(drafter, EngineDrafter):
-            before_measuring()
-            self._expected.add(name)
+        if name in self._expected or not isinstance(drafter, EngineDrafter):
+            return
+        if idle is None:
+            raise _PauseNeeded
+        self._expected.add(name)
+        if idle:
             self._adaptive.expect(name, cached_costs(self._verifier, drafter, {**self._identity, "method": name}))
 
 
-def _key(asked: SpeculationParams, constrained: bool) -> tuple[Any, ...]:
-    """Return what decides the drafters and controllers of requests."""
-    given = asked.prediction is not None, asked.tenant is not None
-    return asked.method, asked.budget, asked.controller, *given, constrained
+class _PauseNeeded(Exception):
+    """Something has to be opened or measured, while steps may run."""

@@ -61,6 +61,12 @@ class WaitingQueue:
         self._drop_removed()
         return self._priorities[0] if self._priorities else None
 
+    @property
+    def first(self) -> Request | None:
+        """The next request; None if no request waits."""
+        priority = self.priority
+        return None if priority is None else next(iter(self._levels[priority].values()))[0]
+
     def pop(self) -> Request:
         """Take the next request. Raises IndexError if no request waits."""
         priority = self.priority

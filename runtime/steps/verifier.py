@@ -108,12 +108,17 @@ class Verifier:
         self.__dict__.pop("_latest", None)  # a step of the engine that may be replaced
         self.steps.take_branches()
 
+    @property
+    def cold(self) -> bool:
+        """True if `warm` has shapes to run."""
+        return self.device.asynchronous and not self._warm
+
     def warm(self) -> None:
         """Run each shape of a call until it is prepared, so that no request waits for that.
 
         Only an asynchronous device has such shapes. Overwrites KV rows, so no request may be running.
         """
-        if self._warm or not self.device.asynchronous:
+        if not self.cold:
             return
         self._warm = True
         for sequences in sorted({1, self.max_num_seqs}, reverse=True):  # the largest first: others reuse its memory

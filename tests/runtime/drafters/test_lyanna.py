@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -293,7 +294,8 @@ def test_calls_leave_out_the_slots_that_nobody_drafts_for(opened: Open, monkeypa
     """Each run of slots with a budget has a call of its own, with its requests' noise. Others keep their chains."""
     with opened(4) as runtime:
         drafter, calls = lyanna_of(runtime), list[tuple[str, range]]()
-        requests = [request(text, noise) for text, noise in zip(([5, 6, 7], [8, 9], [2, 3], [7, 7]), [NO_NOISE, *SAMPLED])]
+        texts = [5, 6, 7], [8, 9], [2, 3], [7, 7]
+        requests = [request(text, noise) for text, noise in zip(texts, (NO_NOISE, *SAMPLED), strict=True)]
         loop, batch = admitted(runtime, requests)
         call = drafter._call
         monkeypatch.setattr(drafter, "_call", lambda *key: (calls.append(key[:2]), call(*key))[1])
@@ -358,6 +360,19 @@ def test_measurements_beside_a_running_request_do_not_change_its_text(
         assert seen.wait(20)
         second = runtime.submit(ALL[1], PARAMS, SpeculationParams("lyanna", budget=FULL))
         assert [list(one.result(60).token_ids) for one in (running, second)] == plain[:2]
+
+
+def test_steps_pause_once_to_open_a_drafter_and_once_to_time_its_calls(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(2) as runtime:
+        pauses = Mock(side_effect=runtime._thread.paused)
+        monkeypatch.setattr(runtime._thread, "paused", pauses)
+        ways = [("none", 0), (SpeculationParams("lyanna", budget=FULL), 1), ("lyanna", 2), ("ngram+lyanna", 2),
+                (SpeculationParams("lyanna", budget=Budget(3, 3, 1)), 2), ("ngram", 2)]  # fmt: skip
+        for way, expected in ways:
+            runtime.generate([[5, 6, 7]], PARAMS, way)
+            assert pauses.call_count == expected, way
 
 
 @pytest.mark.parametrize("method", ["lyanna", "mtp", "trained"])

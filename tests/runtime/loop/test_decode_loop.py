@@ -217,6 +217,85 @@ def test_the_youngest_request_of_the_largest_priority_number_is_parked() -> None
         assert loop.scheduler.waiting == (2, 0, 3).index(parked) + 1
 
 
+def limited(rows: int, most: int = 3, spare: int = 2, engine: FakeEngine | None = None) -> DecodeLoop:
+    verifier = fake_verifier(engine or FakeEngine(), 400, most, slots=most + spare)
+    plain_way = Speculation(NoDrafter(verifier), FixedBudget(NO_SPECULATION))
+    return DecodeLoop(verifier, plain_way, max_total_tokens=rows)
+
+
+def test_the_youngest_request_waits_when_rows_run_out_and_has_the_same_text() -> None:
+    """Two requests of 100 tokens in the end: both fit at first, and the second is suspended once, while it runs."""
+    loop, slots = limited(180), (first := request(letters(20), 80), second := request(letters(30, 1), 70))
+    for one in slots:
+        loop.add(one)
+    suspended = 0
+    while loop.busy:
+        before = second.slot
+        loop.step()
+        suspended += before >= 0 > second.slot and second.finish_reason is None
+        assert loop.scheduler.slots.rows <= 180
+        assert first.slot >= 0 or first.finish_reason is not None
+    assert suspended == 1
+    assert first.new_tokens == plain(mixing_rule, letters(20), 80)
+    assert second.new_tokens == plain(mixing_rule, letters(30, 1), 70)
+
+
+def test_prefixes_are_dropped_before_a_request_waits() -> None:
+    loop = limited(160)
+    loop.run([request([98] * 60, 2), request([99] * 60, 2)])
+    assert loop.scheduler.slots.prefixes == 2
+    one = request(letters(40), 60)
+    loop.add(one)
+    while loop.busy:
+        loop.step()
+        assert one.slot >= 0 or one.finish_reason is not None
+        assert loop.scheduler.slots.rows <= 160
+    assert loop.scheduler.slots.prefixes == 1
+    assert loop.scheduler.slots._tokens[next(iter(loop.scheduler.slots._tokens))][0] == 97
+
+
+def test_a_request_gets_a_slot_if_its_rows_and_some_more_of_the_others_fit() -> None:
+    """Otherwise it would soon lose them again. One that could never fit is refused."""
+    loop = limited(200)
+    first, second = request(letters(80), 60), request(letters(90, 1), 5)
+    with pytest.raises(UsageError, match="the request may have 201 tokens, and all requests together 200; lower max_t"):
+        loop.add(request(letters(190), 11))
+    loop.add(first)
+    loop.add(second)
+    while first.finish_reason is None:
+        loop.step()
+        assert second.slot == -1
+    loop.run([])
+    assert second.new_tokens == plain(mixing_rule, letters(90, 1), 5)
+
+
+def test_an_urgent_request_takes_the_rows_of_others() -> None:
+    loop = limited(200)
+    slow, urgent = request(letters(100), 60, priority=1), request(letters(110, 1), 5)
+    loop.add(slow)
+    for _ in range(5):
+        loop.step()
+    loop.add(urgent)
+    loop.step()
+    assert (slow.slot, urgent.slot >= 0) == (-1, True)
+    loop.run([])
+    assert slow.new_tokens == plain(mixing_rule, letters(100), 60)
+
+
+def test_trees_take_only_rows_that_are_left() -> None:
+    loop = limited(110, most=1)
+    wide = Speculation(Wide(loop.verifier), FixedBudget(Budget(40, 40, 40)))
+    one = request(letters(50), 50, speculation=wide)
+    engine = engine_of(loop.verifier)
+    loop.add(one)
+    while loop.busy:
+        before, engine.sizes[:] = one.num_computed_tokens, []
+        loop.step()
+        assert before + sum(width for _, width in engine.sizes) <= 110
+    assert one.new_tokens == plain(mixing_rule, letters(50), 50)
+    assert one.counters.drafted > 300
+
+
 def test_a_request_that_was_preempted_has_the_same_text() -> None:
     """One slot: a request of a smaller priority number takes it, and the first one's rows wait in the other slot."""
     loop = loop_of(most=1, spare=1)

@@ -131,11 +131,12 @@ def alone(prompt: list[int], params: SamplingParams) -> Request:
 class Schedules(RuleBasedStateMachine):
     """Drives a decode loop over a fake verifier."""
 
-    @initialize(most=st.integers(1, 4), spare=st.integers(0, 3))
-    def begin(self, most: int, spare: int) -> None:
+    @initialize(most=st.integers(1, 4), spare=st.integers(0, 3), limit=st.one_of(st.none(), st.integers(CONTEXT, 300)))
+    def begin(self, most: int, spare: int, limit: int | None) -> None:
         self.engine = UnreliableEngine(mixing_rule, single=most == 1)
         self.verifier = fake_verifier(self.engine, CONTEXT, most, slots=most + spare)
-        self.loop = DecodeLoop(self.verifier, plainly(self.verifier), max_waiting=None)
+        self.loop = DecodeLoop(self.verifier, plainly(self.verifier), max_total_tokens=limit)
+        self.limit = limit
         lookup = NgramDrafter(self.verifier)
         adaptive = Adaptive(VerifyCosts({1: CURVE}))
         drafters = [lookup, Guesses(self.verifier, "guesses", False), Guesses(self.verifier, "faults", True)]
@@ -201,6 +202,7 @@ class Schedules(RuleBasedStateMachine):
             owned = [one.slot for one in (*slots.running, *slots.filling, *slots._prefixes.values())]
             assert len(owned) == len(set(owned)) <= self.verifier.slots
             assert len(slots.running) + len(slots.filling) <= self.verifier.max_num_seqs
+            assert self.limit is None or slots.rows <= self.limit
 
     def teardown(self) -> None:
         if not hasattr(self, "loop"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime import QueueFull, RequestError, Runtime, SamplingParams, SpeculationParams, Submission
+from redraft.runtime import Budget, QueueFull, RequestError, Runtime, SamplingParams, SpeculationParams, Submission
 from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.loop.slots import Slots
@@ -249,6 +249,21 @@ def test_an_interrupt_of_generate_aborts_its_requests(monkeypatch: pytest.Monkey
         while runtime.health.requests and time.monotonic() < started + 30:
             time.sleep(0.001)
         assert [one.finish_reason for one in requests] == ["abort"] * 3
+
+
+def test_a_new_kind_of_request_does_not_pause_the_loop(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is opened or measured for it, so no step waits and no row is copied."""
+
+    def refused() -> None:
+        raise AssertionError("the loop was paused")
+
+    busy = runtime.submit([97], greedy(300), "none")
+    monkeypatch.setattr(runtime._thread, "paused", refused)
+    ways = ["ngram", "suffix", "lookahead", SpeculationParams("ngram", [98] * 5),
+            SpeculationParams("suffix", budget=Budget(3, 3, 1)), None]  # fmt: skip
+    found = [runtime.submit([97, 98], greedy(5), how) for how in ways]
+    assert {one.result(30).token_ids for one in found} == {tuple(plain(mixing_rule, [97, 98], 5))}
+    busy.abort()
 
 
 def test_closing_fails_requests_that_run_and_wait() -> None:
