@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -89,10 +89,20 @@ class Block:
 class Traffic:
     """Submits the requests of one block, and waits for their ends. Use it once."""
 
-    def __init__(self, runtime: Runtime, prompts: Sequence[Sequence[int]], method: str, settings: Settings) -> None:
-        """prompts: token ids.   method: warm, since nothing can be opened or measured in the loop's thread."""
+    def __init__(
+        self, runtime: Runtime, prompts: Sequence[Sequence[int]], method: str, settings: Settings,
+        limits: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Nothing is submitted yet.
+
+        prompts: token ids.   method: warm, since nothing can be opened or measured in the loop's thread.
+        limits:  most new tokens of each prompt; None for those of the settings.
+        """
         self._runtime, self._prompts = runtime, prompts
-        self._params, self._how = settings.params, speculation(method, settings)
+        limit = settings.params.max_tokens
+        limits = [limit] * len(prompts) if limits is None else limits
+        self._params = [replace(settings.params, max_tokens=limit) for limit in limits]
+        self._how = speculation(method, settings)
         self._lock, self._done = threading.Lock(), threading.Event()
         self._pending: list[int] = []
         self._current: list[int] = []
@@ -145,7 +155,7 @@ class Traffic:
             self._current.append(prompt)
         served = Served(prompt, now)
         submission = self._runtime.submit(
-            self._prompts[prompt], self._params, self._how, cache_salt=uuid4().hex,
+            self._prompts[prompt], self._params[prompt], self._how, cache_salt=uuid4().hex,
             on_output=lambda output: self._heard(served, output),
         )  # fmt: skip
         self._all.append((served, submission))
@@ -195,12 +205,16 @@ def measure(
 
 def in_blocks(ways: Sequence[T], prompts: int, batch: int) -> Iterator[tuple[int, T, list[int]]]:
     """Yield each block's number, way and prompts, by index. The order of the ways rotates from block to block."""
-    size = max(TURNS * batch, -(-prompts // BLOCKS))
-    for number in range(BLOCKS):
-        requests = [(number * size + place) % prompts for place in range(size)]
+    for number, requests in enumerate(requests_of_blocks(prompts, batch)):
         first = number % len(ways)
         for way in [*ways[first:], *ways[:first]]:
             yield number, way, requests
+
+
+def requests_of_blocks(prompts: int, batch: int) -> list[list[int]]:
+    """Return which of so many prompts each block has: all of them in turn, and in rounds if the blocks have more."""
+    size = max(TURNS * batch, -(-prompts // BLOCKS))
+    return [[(number * size + place) % prompts for place in range(size)] for number in range(BLOCKS)]
 
 
 def summarise(blocks: Mapping[str, Sequence[Block]], batch: int, queued: bool = False) -> dict[str, Any]:
@@ -210,7 +224,7 @@ def summarise(blocks: Mapping[str, Sequence[Block]], batch: int, queued: bool = 
     found = {method: _figures(own, blocks[PLAIN], answers) for method, own in blocks.items()}
     if queued:
         for method, own in blocks.items():
-            found[method]["queue_ms"] = _times([wait for block in own for wait in waits(block.served, batch)])
+            found[method]["queue_ms"] = times_ms([wait for block in own for wait in waits(block.served, batch)])
     return found
 
 
@@ -235,8 +249,8 @@ def _figures(blocks: Sequence[Block], plain: Sequence[Block], answers: Mapping[i
         "plain_tokens_per_second": ratio.base_rate,
         "speedup": ratio.ratio,
         "speedup_interval": ratio.interval,
-        "time_to_first_token_ms": _times([one.outputs[0] - one.submitted for one in served]),
-        "time_between_outputs_ms": _times([gap for one in served for gap in np.diff(one.outputs)]),
+        "time_to_first_token_ms": times_ms([one.outputs[0] - one.submitted for one in served]),
+        "time_between_outputs_ms": times_ms([gap for one in served for gap in np.diff(one.outputs)]),
         "mean_acceptance_length": totals.tau,
         "draft_acceptance_rate": totals.acceptance,
         "num_steps": totals.steps,
@@ -253,7 +267,7 @@ def _figures(blocks: Sequence[Block], plain: Sequence[Block], answers: Mapping[i
     }
 
 
-def _times(seconds: Sequence[float]) -> dict[str, float] | None:
+def times_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     """Return the median and the 99th percentile in milliseconds; None without values."""
     if not seconds:
         return None
@@ -288,14 +302,15 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
         rate_text(figures["tokens_per_second"]),
         ratio_text(figures["tokens_per_second"], figures["plain_tokens_per_second"]),
         interval_text(figures["speedup_interval"]),
-        _latency(figures["time_to_first_token_ms"]),
-        _latency(figures["time_between_outputs_ms"]),
+        latency_text(figures["time_to_first_token_ms"]),
+        latency_text(figures["time_between_outputs_ms"]),
         f"{figures['mean_acceptance_length']:.2f}",
         f"{100 * figures['overhead_fraction']:.1f} %",
         f"NO, {differing} differ" if differing else "yes",
-        *([_latency(figures["queue_ms"])] if "queue_ms" in figures else []),
+        *([latency_text(figures["queue_ms"])] if "queue_ms" in figures else []),
     ]
 
 
-def _latency(ms: Mapping[str, float] | None) -> str:
+def latency_text(ms: Mapping[str, float] | None) -> str:
+    """Return a median and a 99th percentile as a cell of a table, `-` for none."""
     return "-" if ms is None else f"{ms['p50']:.0f} / {ms['p99']:.0f}"

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,7 @@ class PeerModel:
     path:    our bundle, or the folder that the peer's `convert` filled.
     context: tokens of the longest prompt with its new tokens.
     draft:   the folder with the peer's draft model. Our bundle has the draft model as a drafter.
+    max_num_seqs: prompts that a `Server` continues at once.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class PeerModel:
     threads: int
     context: int
     draft: Path | None = None
+    max_num_seqs: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,43 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A prompt, and how many new tokens to write."""
+
+    token_ids: tuple[int, ...]
+    count: int
+
+
+@dataclass
+class Continued:
+    """One of several prompts that were continued at once.
+
+    submitted: seconds of `time.perf_counter`.   tokens: how many new ones.   outputs: seconds of each output with some.
+    """
+
+    submitted: float
+    tokens: int = 0
+    outputs: list[float] = field(default_factory=list)
+
+
+class Server(Protocol):
+    """A model that was opened to continue several prompts at once. modes, settings: as of a `Decoder`."""
+
+    @property
+    def modes(self) -> tuple[str, ...]: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    def decode(self, mode: str, asked: Sequence[Asked]) -> list[Continued]:
+        """Continue prompts greedily, past end tokens, and return them in order.
+
+        It is a closed loop: `max_num_seqs` run from the start, and when one has ended the next one is submitted.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class Peer:
     """A library that decodes. A worker process calls the functions, so they are functions of modules.
 
@@ -105,7 +144,7 @@ class Peer:
     install: str
     formats: Mapping[Precision, str]
     convert: Callable[[PeerSource, Precision, Path], None]
-    open: Callable[[PeerModel], Decoder]
+    open: Callable[[PeerModel], Decoder | Server]
     pairs: bool = False
 
     @property
@@ -114,12 +153,15 @@ class Peer:
         return find_spec(self.module) is not None
 
 
-def open_peer(peer: Peer, source: PeerSource, precision: Precision, keep: Path, threads: int, context: int) -> Decoder:
-    """Open a peer's model, converted now if `keep` lacks it. Raises PeerError and the errors of the library."""
+def open_peer(peer: Peer, source: PeerSource, keep: Path, model: PeerModel) -> Decoder | Server:
+    """Open a peer's model, converted now if `keep` lacks it. Raises PeerError and the errors of the library.
+
+    model: how to open it. Its paths are found here.
+    """
     draft = None
     if source.draft is not None and peer.pairs:
-        draft = converted(peer, replace(source, checkpoint=source.draft), precision, keep / "draft")
-    return peer.open(PeerModel(converted(peer, source, precision, keep), precision, threads, context, draft))
+        draft = converted(peer, replace(source, checkpoint=source.draft), model.precision, keep / "draft")
+    return peer.open(replace(model, path=converted(peer, source, model.precision, keep), draft=draft))
 
 
 def converted(peer: Peer, source: PeerSource, precision: Precision, keep: Path) -> Path:

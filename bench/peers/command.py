@@ -9,6 +9,9 @@ models. Each library and precision has a process of its own. Every decoder conti
 with the same token ids and as many new tokens as the plain answer of the first bundle has. End tokens do not end a
 text. A time is the seconds from the first new token to the last, over the tokens after the first.
 
+`--batch 1,4,8` measures load instead: so many clients, each of which submits its next prompt when its last one has
+ended, with redraft, OpenVINO GenAI's continuous batching and the slots of llama.cpp's server.
+
 `--draft` measures drafts by a second model too, with every library that can take one; `redraft train publish --format
 transformers` writes a student as such a checkpoint.
 
@@ -21,21 +24,23 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import as_json, bundle_parser
+from redraft.bench.command import as_json, bundle_parser, sizes
+from redraft.bench.compare import Run
 from redraft.bench.environment import environment
-from redraft.bench.peers.base import Peer, PeerError, PeerModel, PeerSource, open_peer
-from redraft.bench.peers.figures import figures, markdown
+from redraft.bench.peers.base import Asked, Peer, PeerError, PeerModel, PeerSource, open_peer
+from redraft.bench.peers.figures import figures, markdown, summary
 from redraft.bench.peers.genai import GENAI
 from redraft.bench.peers.huggingface import HUGGING_FACE
-from redraft.bench.peers.llamacpp import GIVEN, LLAMA
-from redraft.bench.peers.openvino import OPENVINO
-from redraft.bench.peers.ours import NAME, Ours, draft_model_of
+from redraft.bench.peers.llamacpp import GIVEN, LLAMA, SLOTS
+from redraft.bench.peers.load import load_figures, load_markdown, take_blocks
+from redraft.bench.peers.openvino import OPENVINO, OPENVINO_SERVER
+from redraft.bench.peers.ours import NAME, Ours, OursUnderLoad, draft_model_of
 from redraft.bench.peers.turns import Key, make_questions, take_turns
 from redraft.bench.peers.worker import Opener, Worker
 from redraft.bench.prompts import load_prompts
@@ -47,19 +52,28 @@ from redraft.runtime import Runtime
 from redraft.runtime.conversation import check_system
 
 PEERS = (GENAI, OPENVINO, LLAMA, GIVEN, HUGGING_FACE)
+SERVERS = (OPENVINO_SERVER, SLOTS)
+"""Peers that continue several prompts at once."""
+Workers = Mapping[Key, Worker]
+Reasons = dict[Key, str]
+Opened = Callable[[int], AbstractContextManager[tuple[Workers, Reasons]]]
+"""Opens all libraries for so many prompts at once."""
 
 
 def main() -> None:
     """Measure and print a table, or JSON. Raises PeerError at the end if a peer has failed."""
     options = _arguments()
     result = measure(options)
-    print(as_json(result) if options.json else markdown(result))
+    shown = load_markdown if options.batch else markdown
+    print(as_json(result) if options.json else shown(result))
     if result["failed"]:
         raise PeerError(f"not measured: {', '.join(result['failed'])}")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements that the options ask for: a JSON object. Raises UsageError, BundleError, DataError."""
+    if options.batch and options.draft is not None:
+        raise UsageError("--batch takes no --draft", "leave one of the two out")
     bundles = _bundles(options.engines)
     for flag, folder in (("--checkpoint", options.checkpoint), ("--draft", options.draft)):
         if folder is not None and not folder.is_dir():
@@ -68,24 +82,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for path in bundles.values():
             draft_model_of(path)
     check_system(options.system, options.chat)
-    peers = _peers(options.peers)
+    peers = _peers(options.peers, SERVERS if options.batch else PEERS)
     prompts = load_prompts(options.prompts, options.limit)
     with Runtime.open(options.engines[0], threads=options.threads) as runtime:
         questions = make_questions(runtime, prompts, options.max_new_tokens, options.chat, options.system)
     context = max(len(question.token_ids) + len(question.answer) for question in questions)
     with ExitStack() as stack:
         keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workers: dict[Key, Worker] = {}
-        failed: dict[Key, str] = {}
-        for key, opener in _openers(bundles, peers, options, keep, context):
-            _report(f"opening {key}")
-            try:
-                workers[key] = stack.enter_context(closing(Worker(opener)))
-            except PeerError as error:
-                failed[key] = str(error)
-        results = take_turns(workers, questions, _report)
-    results.failed |= failed
-    for key, reason in results.failed.items():
+        opened = partial(_opened, partial(_openers, bundles, peers, options, keep, context))
+        found = _under_load(opened, questions, options.batch) if options.batch else _one_by_one(opened, questions)
+    for key, reason in found["failed"].items():
         _report(f"{key} failed: {reason}")
     return {
         "environment": environment(options.threads),
@@ -96,15 +102,43 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "peers": [peer.name for peer in peers],
         "versions": {NAME: package_version(NAME), **{peer.name: package_version(peer.package) for peer in peers}},
         "left_out": {peer.name: peer.install for peer in peers if not peer.installed},
-        **figures(results, questions, {key: worker.settings for key, worker in workers.items()}),
+        **found,
     }
 
 
-def _peers(names: Sequence[str] | None) -> list[Peer]:
-    """Return the peers of these names, or all. Raises UsageError for a named one that is not installed."""
+def _one_by_one(opened: Opened, questions: Sequence[Run]) -> dict[str, Any]:
+    with opened(1) as (workers, failed):
+        results = take_turns(workers, questions, _report)
+    results.failed |= failed
+    return figures(results, questions, {key: worker.settings for key, worker in workers.items()})
+
+
+def _under_load(opened: Opened, questions: Sequence[Run], batches: Sequence[int]) -> dict[str, Any]:
+    """Return figures by batch size. Raises UsageError for fewer prompts than the largest batch."""
+    if len(questions) < max(batches):
+        raise UsageError(
+            f"--batch {max(batches)} needs {max(batches)} prompts, found {len(questions)}: different ones run at once",
+            "give more prompts, or smaller batches",
+        )
+    prompts = [Asked(tuple(question.token_ids), len(question.answer)) for question in questions]
+    found: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for batch in batches:
+        with opened(batch) as (workers, failed):
+            results = take_blocks(workers, prompts, batch, _report)
+        found[str(batch)] = load_figures(results, {key: worker.settings for key, worker in workers.items()})
+        reasons |= {f"batch {batch}, {key}": reason for key, reason in (failed | results.failed).items()}
+    return {**summary(questions), "batches": found, "failed": reasons}
+
+
+def _peers(names: Sequence[str] | None, known: Sequence[Peer]) -> list[Peer]:
+    """Return the peers of these names, or all. Raises UsageError for one that is not installed, or not known."""
     if names is None:
-        return list(PEERS)
-    named = [peer for peer in PEERS if peer.name in names]
+        return list(known)
+    named = [peer for peer in known if peer.name in names]
+    if unknown := set(names) - {peer.name for peer in named}:
+        found = ", ".join(peer.name for peer in known)
+        raise UsageError(f"{', '.join(sorted(unknown))} cannot be measured this way", f"give {found}")
     for peer in named:
         if not peer.installed:
             raise UsageError(f"{peer.name} is not installed", f"run `{peer.install}`")
@@ -122,16 +156,34 @@ def _bundles(paths: Sequence[Path]) -> dict[Precision, Path]:
     return bundles
 
 
+@contextmanager
+def _opened(openers: Callable[[int], Iterator[tuple[Key, Opener]]], batch: int) -> Iterator[tuple[Workers, Reasons]]:
+    """Open all libraries for so many prompts at once, and close them. Those that cannot be opened have a reason."""
+    workers: dict[Key, Worker] = {}
+    failed: Reasons = {}
+    with ExitStack() as stack:
+        for key, opener in openers(batch):
+            _report(f"opening {key}")
+            try:
+                workers[key] = stack.enter_context(closing(Worker(opener)))
+            except PeerError as error:
+                failed[key] = str(error)
+        yield workers, failed
+
+
 def _openers(
-    bundles: Mapping[Precision, Path], peers: Sequence[Peer], options: argparse.Namespace, keep: Path, context: int
+    bundles: Mapping[Precision, Path], peers: Sequence[Peer], options: argparse.Namespace, keep: Path, context: int,
+    batch: int,
 ) -> Iterator[tuple[Key, Opener]]:  # fmt: skip
     """Yield the decoders to open, ours first in each precision."""
     source, threads = PeerSource(options.checkpoint, options.optimum_cli, options.draft), options.threads
+    ours = OursUnderLoad if options.batch else Ours
     for precision, path in bundles.items():
-        yield Key(NAME, precision), partial(Ours, PeerModel(path, precision, threads, context, source.draft))
+        model = PeerModel(path, precision, threads, context, source.draft, batch)
+        yield Key(NAME, precision), partial(ours, model)
         for peer in peers:
             if peer.installed and precision in peer.formats:
-                yield Key(peer.name, precision), partial(open_peer, peer, source, precision, keep, threads, context)
+                yield Key(peer.name, precision), partial(open_peer, peer, source, keep, model)
 
 
 def _report(line: str) -> None:
@@ -145,7 +197,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true", help="put each prompt into the chat template")
     parser.add_argument("--system", help="the system message of each chat")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="all by default")
+    parser.add_argument("--batch", type=sizes, default=(), help="measure load by so many clients, such as 1,4,8")
+    names = dict.fromkeys(peer.name for peer in (*PEERS, *SERVERS))
+    parser.add_argument("--peers", nargs="*", choices=[*names], help="all by default")
     parser.add_argument("--keep", type=Path, help="a folder that keeps the peers' models for the next run")
     exporter = Path(sys.executable).with_name("optimum-cli")
     parser.add_argument("--optimum-cli", type=Path, default=exporter, help="the program that exports to OpenVINO")

@@ -10,7 +10,7 @@ from typing import Any
 
 from redraft.bench.command import markdown_table
 from redraft.bench.compare import Run
-from redraft.bench.peers.base import DRAFT, PLAIN
+from redraft.bench.peers.base import DRAFT, PLAIN, Decoded
 from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Results
 from redraft.bench.peers.worker import Turn
@@ -20,14 +20,14 @@ from redraft.bench.statistics import first_difference, interval_text, rate_of, r
 TITLES = {"int8": "8 bits", "int4": "4 bits"}
 
 
-def figures(results: Results, questions: Sequence[Run], settings: Mapping[Key, Mapping[str, Any]]) -> dict[str, Any]:
+def figures(
+    results: Results[Decoded], questions: Sequence[Run], settings: Mapping[Key, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return all figures as JSON: `decoders` and `ratios` by precision and name, and what was decoded."""
     precisions = dict.fromkeys(key.precision for key in results.turns)
     keys = {precision: [key for key in results.turns if key.precision == precision] for precision in precisions}
     return {
-        "prompts": len(questions),
-        "new_tokens": sum(len(question.answer) for question in questions),
-        "looping_answers": sum(question.loops for question in questions),
+        **summary(questions),
         "decoders": {
             precision: {
                 key.name: {"settings": dict(settings[key]), **_decoder(results, questions, key)} for key in some
@@ -42,12 +42,17 @@ def figures(results: Results, questions: Sequence[Run], settings: Mapping[Key, M
     }
 
 
-def _decoder(results: Results, questions: Sequence[Run], key: Key) -> dict[str, Any]:
-    """Return a decoder's figures.
+def summary(questions: Sequence[Run]) -> dict[str, int]:
+    """Return what was decoded."""
+    return {
+        "prompts": len(questions),
+        "new_tokens": sum(len(question.answer) for question in questions),
+        "looping_answers": sum(question.loops for question in questions),
+    }
 
-    busy_threads: processor time over time, while it decodes.
-    idle_cpu_ms: the most processor time between two of its turns. Below the pause before turns, no other loses.
-    """
+
+def _decoder(results: Results[Decoded], questions: Sequence[Run], key: Key) -> dict[str, Any]:
+    """Return a decoder's figures."""
     modes = results.turns[key]
     turns = [turn for mode in modes.values() for turn in mode]
     ours = results.turns.get(Key(NAME, key.precision))
@@ -59,19 +64,32 @@ def _decoder(results: Results, questions: Sequence[Run], key: Key) -> dict[str, 
             }
             for mode, some in modes.items()
         },
+        **processor(turns),
+    }
+
+
+def processor(turns: Sequence[Turn[Any]]) -> dict[str, float]:
+    """Return how a decoder used the processor.
+
+    busy_threads: processor time over time, while it decodes.
+    idle_cpu_ms: the most processor time between two of its turns. Below the pause before turns, no other loses.
+    """
+    return {
         "busy_threads": sum(turn.cpu_seconds for turn in turns) / sum(turn.wall_seconds for turn in turns),
         "idle_cpu_ms": 1e3 * max(turn.idle_cpu_seconds for turn in turns),
     }
 
 
-def _differences(questions: Sequence[Run], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
+def _differences(
+    questions: Sequence[Run], turns: Sequence[Turn[Decoded]], plain: Sequence[Turn[Decoded]]
+) -> list[dict[str, Any]]:
     """Return an entry for each output that differs from our plain one: its prompt, and the first token that differs."""
     tokens = [first_difference(a.decoded.token_ids, b.decoded.token_ids) for a, b in zip(plain, turns, strict=True)]
     listed = zip(questions, tokens, strict=True)
     return [{"prompt": question.prompt.id, "token": token} for question, token in listed if token is not None]
 
 
-def _ratios(results: Results, questions: Sequence[Run], key: Key) -> dict[str, Any] | None:
+def _ratios(results: Results[Decoded], questions: Sequence[Run], key: Key) -> dict[str, Any] | None:
     """Return how many times as fast ours is as a peer's best mode on the same prompts.
 
     same_mode: of the peer's drafts by a second model over ours.
@@ -89,7 +107,7 @@ def _ratios(results: Results, questions: Sequence[Run], key: Key) -> dict[str, A
     }
 
 
-def _ratio(theirs: Sequence[Turn], ours: Sequence[Turn], questions: Sequence[Run]) -> dict[str, Any]:
+def _ratio(theirs: Sequence[Turn[Decoded]], ours: Sequence[Turn[Decoded]], questions: Sequence[Run]) -> dict[str, Any]:
     """Return ratios with intervals (`speedup`): over `all` prompts, those whose answer does not loop, and by kind.
 
     `not_looping` is None if every answer loops.

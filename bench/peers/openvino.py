@@ -1,15 +1,32 @@
-"""OpenVINO GenAI. Each mode has a pipeline of its own, since prompt lookup is an option of opening."""
+"""OpenVINO GenAI, one prompt at a time and with continuous batching.
+
+One at a time, each mode has a pipeline of its own, since prompt lookup is an option of opening.
+"""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Peer, PeerError, PeerModel, PeerSource, run_tool
+from redraft.bench.peers.base import (
+    DRAFT,
+    NGRAM,
+    PLAIN,
+    Asked,
+    Continued,
+    Decoded,
+    Peer,
+    PeerError,
+    PeerModel,
+    PeerSource,
+    run_tool,
+)
 from redraft.config import Precision
 
 ASSISTANT: dict[str, dict[str, int]] = {
@@ -36,8 +53,7 @@ class OpenVinoDecoder:
     def __init__(self, model: PeerModel) -> None:
         import openvino_genai
 
-        exact = EXACT if model.precision == "fp32" else {}
-        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": model.threads, "PERFORMANCE_HINT": "LATENCY", **exact}
+        properties = _properties(model)
         opened = partial(openvino_genai.LLMPipeline, str(model.path), "CPU", **properties)
         self._pipelines = {PLAIN: opened(), NGRAM: opened(prompt_lookup=True)}
         if model.draft is not None:
@@ -52,15 +68,70 @@ class OpenVinoDecoder:
         import openvino
         import openvino_genai
 
-        config = openvino_genai.GenerationConfig(
-            max_new_tokens=count, do_sample=False, ignore_eos=True, apply_chat_template=False, **ASSISTANT[mode]
-        )
-        tokens = openvino.Tensor(np.array([token_ids], np.int64))
-        inputs = openvino_genai.TokenizedInputs(tokens, openvino.Tensor(np.ones((1, len(token_ids)), np.int64)))
+        config = _generation(count, mode)
+        mask = openvino.Tensor(np.ones((1, len(token_ids)), np.int64))
+        inputs = openvino_genai.TokenizedInputs(_tensor(token_ids), mask)
         start = time.perf_counter()
         done = self._pipelines[mode].generate(inputs, config)
         seconds = time.perf_counter() - start - done.perf_metrics.get_ttft().mean / 1e3
         return Decoded(tuple(map(int, done.tokens[0])), seconds)
+
+
+class OpenVinoServer:
+    """A pipeline with continuous batching. It does not keep prefixes, so that a prompt's later turns cost as much."""
+
+    modes = (PLAIN,)
+
+    def __init__(self, model: PeerModel) -> None:
+        import openvino_genai
+
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_seqs = self._clients = model.max_num_seqs
+        scheduler.enable_prefix_caching = False
+        properties = _properties(model)
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(model.path), scheduler, "CPU", properties)
+        self.settings = {**properties, "max_num_batched_tokens": scheduler.max_num_batched_tokens}
+
+    def decode(self, mode: str, asked: Sequence[Asked]) -> list[Continued]:
+        """See `Server.decode`. Tokens come after each step."""
+        from openvino_genai import GenerationStatus
+
+        waiting, running, found = iter(asked), list[tuple[Continued, Any]](), list[Continued]()
+        while True:
+            for one in islice(waiting, self._clients - len(running)):
+                found.append(Continued(time.perf_counter()))
+                config = _generation(one.count, mode)
+                running.append((found[-1], self._pipeline.add_request(len(found), _tensor(one.token_ids), config)))
+            if not running:
+                return found
+            self._pipeline.step()
+            now = time.perf_counter()
+            for served, handle in running:
+                if handle.can_read():
+                    (output,) = handle.read().values()
+                    served.tokens += len(output.generated_ids)
+                    served.outputs.append(now)
+            running = [pair for pair in running if pair[1].get_status() == GenerationStatus.RUNNING]
+
+
+def _properties(model: PeerModel) -> dict[str, Any]:
+    exact = EXACT if model.precision == "fp32" else {}
+    return {"INFERENCE_NUM_THREADS": model.threads, "PERFORMANCE_HINT": "LATENCY", **exact}
+
+
+def _generation(count: int, mode: str) -> Any:
+    from openvino_genai import GenerationConfig
+
+    return GenerationConfig(
+        max_new_tokens=count, do_sample=False, ignore_eos=True, apply_chat_template=False, **ASSISTANT[mode]
+    )
+
+
+def _tensor(token_ids: Sequence[int]) -> Any:
+    import numpy as np
+    import openvino
+
+    return openvino.Tensor(np.array([token_ids], np.int64))
 
 
 def convert(source: PeerSource, precision: Precision, folder: Path) -> None:
@@ -81,3 +152,4 @@ OPENVINO = Peer(
     open=OpenVinoDecoder,
     pairs=True,
 )
+OPENVINO_SERVER = replace(OPENVINO, open=OpenVinoServer, pairs=False)

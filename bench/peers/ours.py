@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError, PeerModel
+from redraft.bench.compare import Settings
+from redraft.bench.load import Traffic
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Asked, Continued, Decoded, PeerError, PeerModel
 from redraft.engines import open_bundle
 from redraft.methods import NONE, checkpoint_method
 from redraft.runtime import Runtime, SamplingParams
@@ -41,6 +43,29 @@ class Ours:
         later = len(done.token_ids) - together  # the first step's tokens come at one time
         share = (len(done.token_ids) - 1) / later if later else 0.0
         return Decoded(done.token_ids, (last - first) * share)
+
+
+class OursUnderLoad:
+    """A bundle that was opened for several requests at once: plain, and by its default method."""
+
+    def __init__(self, model: PeerModel) -> None:
+        self._clients = model.max_num_seqs
+        self._runtime = Runtime.open(model.path, threads=model.threads, max_num_seqs=self._clients)
+        self._methods = {PLAIN: NONE, self._runtime.default_method: self._runtime.default_method}
+        for method in self._methods.values():
+            self._runtime.warm(method)
+        self.modes = tuple(self._methods)
+        self.settings = {"bundle": str(model.path), "threads": model.threads, "exact": self._runtime.exact}
+
+    def decode(self, mode: str, asked: Sequence[Asked]) -> list[Continued]:
+        """See `Server.decode`. Raises RequestError if requests failed."""
+        prompts, limits = [one.token_ids for one in asked], [one.count for one in asked]
+        settings = Settings(SamplingParams(ignore_eos=True))
+        block = Traffic(self._runtime, prompts, self._methods[mode], settings, limits).run(
+            range(len(asked)), self._clients
+        )
+        in_order = sorted(block.served, key=lambda one: one.prompt)
+        return [Continued(one.submitted, len(one.answer), one.outputs) for one in in_order]
 
 
 def draft_model_of(bundle: Path) -> str:

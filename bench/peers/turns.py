@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from redraft.bench.compare import FEWEST_TOKENS, Progress, Run, Settings, compare, in_turns
-from redraft.bench.peers.base import PeerError
+from redraft.bench.peers.base import Decoded, PeerError
 from redraft.bench.peers.worker import Turn, Worker
 from redraft.bench.prompts import BenchPrompt
 from redraft.config import Precision
@@ -29,12 +29,20 @@ class Key(NamedTuple):
         return f"{self.name} {self.precision}"
 
 
+T = TypeVar("T")
+
+
 @dataclass
-class Results:
+class Results(Generic[T]):
     """Turns by decoder and mode, one for each question. Decoders that failed have none, but a reason."""
 
-    turns: dict[Key, dict[str, list[Turn]]]
+    turns: dict[Key, dict[str, list[Turn[T]]]]
     failed: dict[Key, str] = field(default_factory=dict)
+
+    def fail(self, key: Key, error: PeerError) -> None:
+        """Forget the turns of a decoder that failed."""
+        del self.turns[key]
+        self.failed[key] = str(error)
 
 
 def make_questions(
@@ -54,12 +62,12 @@ def make_questions(
     return questions
 
 
-def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Run], progress: Progress) -> Results:
+def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Run], progress: Progress) -> Results[Decoded]:
     """Decode every question by every decoder in each of its modes, after a warm-up on the first question."""
-    results = Results({key: {mode: [] for mode in worker.modes} for key, worker in workers.items()})
+    results: Results[Decoded] = Results({key: {mode: [] for mode in worker.modes} for key, worker in workers.items()})
     modes = {f"{key} {mode}": (key, mode) for key, turns in results.turns.items() for mode in turns}
 
-    def turn_of(name: str, question: Run) -> Turn | None:
+    def turn_of(name: str, question: Run) -> Turn[Decoded] | None:
         """Return a decoder's turn, or None if it has failed, now or before."""
         key, mode = modes[name]
         if key in results.failed:
@@ -67,8 +75,7 @@ def take_turns(workers: Mapping[Key, Worker], questions: Sequence[Run], progress
         try:
             return workers[key].decode(mode, question.token_ids, len(question.answer))
         except PeerError as error:
-            del results.turns[key]
-            results.failed[key] = str(error)
+            results.fail(key, error)
             return None
 
     kinds = [question.prompt.kind for question in questions]

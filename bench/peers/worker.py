@@ -15,27 +15,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from redraft.bench.command import reason_of
-from redraft.bench.peers.base import Decoded, Decoder, PeerError
+from redraft.bench.peers.base import Asked, Continued, Decoded, Decoder, PeerError, Server
 from redraft.errors import RedraftError
 
 LONGEST_SECONDS = 3600.0
 """A worker that takes longer for an answer has failed."""
-Opener = Callable[[], Decoder]
+Opener = Callable[[], Decoder | Server]
 """Opens a decoder in the worker. It must be picklable: a `partial` of a module's function."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A decoded prompt.
+class Turn(Generic[T]):
+    """A decoded prompt, or a block of prompts that were continued at once.
 
     cpu_seconds, wall_seconds: of all the decoding, with the prompt.
     idle_cpu_seconds: processor time of the worker since its last turn.
     """
 
-    decoded: Decoded
+    decoded: T
     cpu_seconds: float
     wall_seconds: float
     idle_cpu_seconds: float
@@ -59,16 +61,18 @@ class Worker:
         with self._closed_on_error():
             self.modes, self.settings = self._answer()
 
-    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn[Decoded]:
         """Return the decoder's answer. Raises PeerError if decoding fails or the process ends; the worker is closed."""
         with self._closed_on_error():
-            try:
-                self._pipe.send((mode, list(token_ids), count))
-            except OSError:
-                raise self._ended() from None
-            turn: Turn = self._answer()
-            if len(turn.decoded.token_ids) != count:
-                raise PeerError(f"expected {count} new tokens, found {len(turn.decoded.token_ids)}")
+            turn: Turn[Decoded] = self._ask(mode, list(token_ids), count)
+            _check([count], [len(turn.decoded.token_ids)])
+            return turn
+
+    def serve(self, mode: str, asked: Sequence[Asked]) -> Turn[list[Continued]]:
+        """Return the answers of a `Server`. Raises PeerError as `decode` does."""
+        with self._closed_on_error():
+            turn: Turn[list[Continued]] = self._ask(mode, list(asked))
+            _check([one.count for one in asked], [one.tokens for one in turn.decoded])
             return turn
 
     def close(self) -> None:
@@ -91,6 +95,13 @@ class Worker:
             self.close()
             raise
 
+    def _ask(self, *request: Any) -> Any:
+        try:
+            self._pipe.send(request)
+        except OSError:
+            raise self._ended() from None
+        return self._answer()
+
     def _answer(self) -> Any:
         if not self._pipe.poll(LONGEST_SECONDS):
             raise PeerError(f"no answer in {LONGEST_SECONDS:.0f} seconds")
@@ -105,6 +116,13 @@ class Worker:
     def _ended(self) -> PeerError:
         self._process.join()
         return PeerError(f"its process ended with status {self._process.exitcode}")
+
+
+def _check(expected: Sequence[int], found: Sequence[int]) -> None:
+    """Raise PeerError for an answer of another length."""
+    for count, other in zip(expected, found, strict=True):
+        if count != other:
+            raise PeerError(f"expected {count} new tokens, found {other}")
 
 
 def serve(pipe: Connection, opener: Opener) -> None:
@@ -122,13 +140,13 @@ def serve(pipe: Connection, opener: Opener) -> None:
             pipe.send(str(error) if isinstance(error, RedraftError) else reason_of(error))
 
 
-def answer_requests(pipe: Connection, decoder: Decoder) -> None:
+def answer_requests(pipe: Connection, decoder: Decoder | Server) -> None:
     """Answer requests with turns. Raises EOFError or BrokenPipeError when the pipe closes."""
     idle_from = time.process_time()
     while True:
-        mode, token_ids, count = pipe.recv()
+        request = pipe.recv()
         cpu, wall = time.process_time(), time.perf_counter()
-        decoded = decoder.decode(mode, token_ids, count)
+        decoded = decoder.decode(*request)
         ended = time.process_time()
         pipe.send(Turn(decoded, ended - cpu, time.perf_counter() - wall, cpu - idle_from))
         idle_from = ended

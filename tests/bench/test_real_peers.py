@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerSource, open_peer
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerModel, PeerSource, open_peer
 from redraft.bench.peers.genai import GENAI
 from redraft.bench.peers.huggingface import HUGGING_FACE
 from redraft.bench.peers.worker import Worker
@@ -30,13 +31,14 @@ def test_libraries_write_the_same_fp32_text_in_every_mode(root: Path, tmp_path: 
     source = PeerSource(root / "assets/tiny", Path("none"), draft=root / "assets/tiny")
     (tmp_path / "draft").symlink_to(tmp_path)
     texts = []
-    with closing(Worker(partial(open_peer, GENAI, source, "fp32", tmp_path, 2, len(prompt) + COUNT))) as worker:
+    model = PeerModel(tmp_path, "fp32", threads=2, context=len(prompt) + COUNT)
+    with closing(Worker(partial(open_peer, GENAI, source, tmp_path, model))) as worker:
         assert worker.modes == (PLAIN, NGRAM, DRAFT)
         for mode in worker.modes:
             turn = worker.decode(mode, prompt, COUNT)
             assert 0 < turn.decoded.seconds < turn.wall_seconds
             texts.append(turn.decoded.token_ids)
-    decoder = open_peer(HUGGING_FACE, source, "fp32", tmp_path, torch.get_num_threads(), len(prompt) + COUNT)
+    decoder = open_peer(HUGGING_FACE, source, tmp_path, replace(model, threads=torch.get_num_threads()))
     assert decoder.modes == (PLAIN, NGRAM, DRAFT)
     texts += [decoder.decode(mode, prompt, COUNT).token_ids for mode in decoder.modes]
     assert texts == [texts[0]] * 6

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Peer, PeerError, PeerModel, PeerSource
+from redraft.bench.peers.base import NGRAM, PLAIN, Asked, Continued, Decoded, Peer, PeerError, PeerModel, PeerSource
 from redraft.config import Precision
 
 SECONDS = {PLAIN: 0.2, NGRAM: 0.1}
@@ -61,6 +61,20 @@ class Exporting(Counter):
             (model.path / "pid.part").rename(model.path / "pid")
 
 
+class CountingServer:
+    """Continues all prompts in steps of 0.1 s, of which each has a token; a long text ends early."""
+
+    modes = (PLAIN,)
+
+    def __init__(self, model: PeerModel) -> None:
+        self.settings: Mapping[str, Any] = {"max_num_seqs": model.max_num_seqs, "context": model.context}
+
+    def decode(self, mode: str, asked: Sequence[Asked]) -> list[Continued]:
+        """Return texts that were submitted together."""
+        counts = [min(one.count, LONGEST) for one in asked]
+        return [Continued(5.0, count, [5.1 + 0.1 * step for step in range(count)]) for count in counts]
+
+
 def refused(model: PeerModel) -> Counter:
     """Fail to open, as a library does."""
     raise RuntimeError("no such\nmodel")
@@ -88,6 +102,7 @@ COUNTER = Peer(
     convert=write_model,
     open=Counter,
 )
+COUNTING_SERVER = replace(COUNTER, open=CountingServer)
 BROKEN = replace(COUNTER, name="broken", convert=write_nothing)
 ABSENT = replace(COUNTER, name="absent", module="no_such_module", install="pip install absent")
 OTHER = replace(COUNTER, name="other", formats={"int8": "Q8_0"})
