@@ -1,4 +1,4 @@
-"""Peers under load: blocks in turns, figures from times of outputs, OpenVINO's and llama.cpp's loops, and the command."""
+"""Peers under load: blocks in turns, figures from times of outputs, loops of OpenVINO and llama.cpp, the command."""
 
 from __future__ import annotations
 
