@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 EXTRAS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime_genai",
-          "llama_cpp", "xllamacpp", "openvino_genai", "matplotlib", "nvtx", "optimum", "polygraphy", "cuda")  # fmt: skip
+          "llama_cpp", "xllamacpp", "openvino_genai", "matplotlib", "nvtx", "optimum", "polygraphy",
+          "cuda")  # fmt: skip
 _TENSORRT = ("expand", "memory", "native", "operators", "prepare", "stage")
 BUILD_TIME = ("redraft.engines.lowering", *(f"redraft.engines.tensorrt.{name}" for name in _TENSORRT))
 """Modules that write graphs when a bundle is built; nothing deployed may need them."""

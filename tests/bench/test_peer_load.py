@@ -148,9 +148,9 @@ def test_openvino_runs_as_many_as_it_was_opened_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "openvino_genai", genai)
     monkeypatch.setitem(sys.modules, "openvino", core)
     server = OpenVinoServer(PeerModel(Path("m"), "int8", threads=2, context=9, max_num_seqs=2))
-    found = server.decode(PLAIN, [Asked((1,), 3), Asked((2,), 1), Asked((3,), 2)])
-    assert [(one.tokens, len(one.outputs)) for one in found] == [(3, 3), (1, 1), (2, 2)]
-    assert server._pipeline.most == [2, 2, 2]
+    found = server.decode(PLAIN, [Asked((1,), tokens) for tokens in (3, 1, 2, 1)])
+    assert [(one.tokens, len(one.outputs)) for one in found] == [(3, 3), (1, 1), (2, 2), (1, 1)]
+    assert server._pipeline.most == [2, 2, 2, 1]
     assert found[1].outputs[0] <= found[2].submitted
 
 
