@@ -343,12 +343,16 @@ class Runtime:
         if self.verifier.cold and not self._thread.loop.scheduler.slots.used:
             with self._pause():
                 pass
-        return self._requests.make(prompts, given, forced, record_logit_margins, self._pause)
+        requests = self._requests.make(prompts, given, forced, record_logit_margins, self._pause)
+        for request in requests:
+            self._thread.loop.scheduler.check(request)
+        return requests
 
     @contextmanager
     def _pause(self) -> Iterator[bool]:
         """Let no step run in the block, which may overwrite rows. Yields true if no request has a slot."""
         with self._thread.paused() as idle, self._thread.loop.scheduler.slots.preserved():
             if idle:
+                self._thread.loop.scheduler.slots.clear()  # measuring overwrites rows of drafters, too
                 self.verifier.warm()
             yield idle

@@ -172,7 +172,8 @@ class Adaptive(Controller):
         Requests share the price of a call by what it promises them, and take it if it pays for all of them together.
         """
         call = key.drafter, key.kind
-        price, value, total = self._rate * self._costs.call_ms(call), self._value(state, key), self._values[call]
+        price = self._rate * self._costs.call_ms(call, self._users[call])
+        value, total = self._value(state, key), self._values[call]
         return price * value / total if value > 0 else price
 
     def _stopping(self, budget: Budget, offer: Offer, state: ControllerState) -> Budget:
@@ -274,7 +275,7 @@ class Adaptive(Controller):
                 gained.setdefault((key.drafter, key.kind), []).append((state, own - state.gains[OfferKind.LOOKUP]))
         for call, users in gained.items():
             if call[1] is OfferKind.FRESH:
-                pays = sum([max(more, 0.0) for _, more in users]) > self._rate * self._costs.call_ms(call)
+                pays = sum([max(more, 0.0) for _, more in users]) > self._rate * self._costs.call_ms(call, len(users))
                 for state, more in users if sequences == 1 else users[:1]:
                     tries = state.tries if sequences == 1 else state.method.tries
                     tries.made(pays and (more > 0 or sequences > 1), LONGEST_PAUSE * min(sequences, 2))
@@ -300,7 +301,7 @@ class Adaptive(Controller):
         count = sum(drafted) if self._verifying.packed else max(drafted)
         rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
         gained = sum([len(step.outcome.path) for step in steps if step.outcome is not None])
-        account.speculative(spent_ms, rows_ms + sum(shares_ms), 1 + gained / batch.sequences)
+        account.speculative(spent_ms, 1 + gained / batch.sequences, table[1], rows_ms + sum(shares_ms))
         for step, nodes, ms in zip(steps, drafted, shares_ms, strict=True):
             added_ms = rows_ms * nodes / max(sum(drafted), 1) + ms
             if (outcome := step.outcome) is not None and outcome.error is None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from redraft.lru import LruCache
 from redraft.runtime.controllers.calibration import FAST, DepthCalibration, RankCalibration
 from redraft.runtime.trees.offers import OfferKey
@@ -65,6 +67,23 @@ class Tries:
 
 
 @dataclass(slots=True)
+class Mean:
+    """A running mean of milliseconds; None before the first.
+
+    An interrupted call would make its kind look expensive, and delay the next. So the times of outliers are limited.
+    """
+
+    ms: float | None = None
+
+    def add(self, taken_ms: float) -> float:
+        """Move the mean towards a time. Returns the time that counted."""
+        known_ms = taken_ms if self.ms is None else self.ms
+        counted_ms = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
+        self.ms = known_ms + FAST * (counted_ms - known_ms)
+        return counted_ms
+
+
+@dataclass(slots=True)
 class Account:
     """Gains of speculation in batches of one size, in plain steps of such a batch. It must not be overdrawn.
 
@@ -74,7 +93,7 @@ class Account:
     step is plain, since the machine's load changes, less often the longer the account is full.
 
     balance: in plain steps.   speculated: speculative steps since the latest plain one.   audit: those before the next.
-    plain_ms: mean time of plain steps.   plain_steps: their number.
+    plain_ms: mean time of plain steps.   plain_steps: their number.   speculative_ms: mean time of the others.
     """
 
     balance: float = _FIRST_BALANCE
@@ -82,6 +101,7 @@ class Account:
     audit: int = _FIRST_AUDIT
     plain_ms: float = 0.0
     plain_steps: int = 0
+    speculative_ms: Mean = field(default_factory=Mean)
 
     @property
     def closed(self) -> bool:
@@ -97,14 +117,17 @@ class Account:
         self.plain_ms += (counted_ms - self.plain_ms) / self.plain_steps
         self._add(_PREMIUM)
 
-    def speculative(self, ms: float, added_ms: float, tokens: float) -> None:
+    def speculative(self, ms: float, tokens: float, plain_ms: float, added_ms: float) -> None:
         """Add the gain of a speculative step, which brought `tokens` tokens a request.
 
-        added_ms: estimate of its time beyond a plain one. An interrupted step counts as twice what it should take.
+        plain_ms, added_ms: estimates of a plain step and of what this one takes longer. The first is used until a plain
+        step was measured. An interrupted step counts as twice what such a step should take, or others have taken.
         """
         self.speculated += 1
-        if self.plain_ms:
-            self._add(tokens - min(ms, _OUTLIER * (self.plain_ms + added_ms)) / self.plain_ms)
+        plain_ms = self.plain_ms or plain_ms
+        usual_ms = max(self.speculative_ms.ms or 0.0, plain_ms + added_ms)
+        self.speculative_ms.add(ms)
+        self._add(tokens - min(ms, _OUTLIER * usual_ms) / plain_ms)
 
     def _add(self, plain_steps: float) -> None:
         self.balance = min(max(self.balance + plain_steps, -_MOST_OWED), _MOST_SAVED)
@@ -166,7 +189,7 @@ class MethodStatistics:
         self._records: LruCache[tuple[str, NoiseKind], MethodRecord] = LruCache(most)
         self._depths: LruCache[tuple[str, OfferKind, NoiseKind], DepthCalibration] = LruCache(most)
         self._ranks: LruCache[tuple[OfferKey, NoiseKind], RankCalibration] = LruCache(most)
-        self._accounts: LruCache[tuple[int, str], Account] = LruCache(most)
+        self._accounts: LruCache[tuple[int, int, str], Account] = LruCache(most)
 
     def record(self, method: str, noise: NoiseKind) -> MethodRecord:
         """Return a method's statistics; a new method has some credit."""
@@ -181,8 +204,8 @@ class MethodStatistics:
         return self._ranks.get((key, noise), RankCalibration)
 
     def account(self, batch: Batch) -> Account:
-        """Return the account of batches of this size and these methods."""
-        return self._accounts.get((batch.sequences, batch.methods), Account)
+        """Return the account of batches of this size and these methods, with as many requests of this controller."""
+        return self._accounts.get((batch.sequences, len(batch.steps), batch.methods), Account)
 
     def state_of(self, request: Request) -> ControllerState:
         """Return the state of a request, which begins with its method's experience."""
@@ -197,23 +220,6 @@ class MethodStatistics:
 
 
 @dataclass(slots=True)
-class Mean:
-    """A running mean of milliseconds; None before the first.
-
-    An interrupted call would make its kind look expensive, and delay the next. So the times of outliers are limited.
-    """
-
-    ms: float | None = None
-
-    def add(self, taken_ms: float) -> float:
-        """Move the mean towards a time. Returns the time that counted."""
-        known_ms = taken_ms if self.ms is None else self.ms
-        counted_ms = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
-        self.ms = known_ms + FAST * (counted_ms - known_ms)
-        return counted_ms
-
-
-@dataclass(slots=True)
 class HostTimes:
     """The host's own time in plain and in speculative steps. speculating: mean of requests in the latter that did."""
 
@@ -222,23 +228,50 @@ class HostTimes:
     speculating: float = 0.0
 
 
+class CallTimes:
+    """Times of one kind of drafter call, by the number of requests that it drafts for."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, Mean] = {}
+
+    def expect(self, ms: float) -> None:
+        """Use this time for one request until a call was timed."""
+        if not self._means:
+            self._means[1] = Mean(ms)
+
+    def add(self, users: int, ms: float) -> float:
+        """Learn from a call. Returns the part of its time that counts for each of its users.
+
+        The first call for a number of requests counts as at most twice as long as one for each of them would take.
+        """
+        if users not in self._means:
+            known = [mean.ms / number for number, mean in self._means.items() if mean.ms]
+            self._means[users] = Mean(min(ms, _OUTLIER * users * max(known)) if known else None)
+        return self._means[users].add(ms) / users
+
+    def ms(self, users: int) -> float:
+        """Return the time of a call for so many requests, between those of the nearest known numbers; 0 if unknown."""
+        if not self._means:
+            return 0.0
+        known = sorted(self._means)
+        return float(np.interp(users, known, [self._means[number].ms or 0.0 for number in known]))
+
+
 class StepCosts:
     """Milliseconds of drafter calls, of offers, and of the host's own work in steps."""
 
     def __init__(self, most: int = MOST_METHODS) -> None:
-        self._calls: LruCache[Call, Mean] = LruCache(most)
+        self._calls: LruCache[Call, CallTimes] = LruCache(most)
         self._offers: LruCache[str, Mean] = LruCache(most)
         self._host: LruCache[tuple[int, str], HostTimes] = LruCache(most)
 
     def expect(self, call: Call, ms: float) -> None:
-        """Use this time of a kind of calls until one was timed."""
-        mean = self._calls.get(call, Mean)
-        if mean.ms is None:
-            mean.ms = ms
+        """Use this time of a kind of calls for one request until one was timed."""
+        self._calls.get(call, CallTimes).expect(ms)
 
-    def call_ms(self, call: Call) -> float:
-        """Return the expected time of a drafter call; 0 if it is unknown."""
-        return self._calls.get(call, Mean).ms or 0.0
+    def call_ms(self, call: Call, users: int = 1) -> float:
+        """Return the expected time of a drafter call for so many requests; 0 if it is unknown."""
+        return self._calls.get(call, CallTimes).ms(users)
 
     def shares_ms(self, batch: Batch) -> list[float]:
         """Learn from the times of a step, and return what each of the batch's speculating requests caused.
@@ -257,7 +290,7 @@ class StepCosts:
             extra_ms = max((host.speculative.ms - host.plain.ms) / host.speculating, extra_ms)
         users = Counter([call for step in everyone for call in _calls_of(step)])
         made_ms = {
-            call: self._calls.get(call, Mean).add(ms) / max(users[call], 1) for call, ms in times.made_ms.items()
+            call: self._calls.get(call, CallTimes).add(max(users[call], 1), ms) for call, ms in times.made_ms.items()
         }
         host.speculative.add(times.host_ms)
         host.speculating += (FAST if host.speculating else 1.0) * (count - host.speculating)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redraft.errors import RedraftError, UsageError
@@ -93,26 +94,31 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
         with self._lock:
-            return [*self.slots.running, *self.slots.filling, *self._waiting]
+            return [*self._active, *self._waiting]
 
     def add(self, request: Request, limited: bool = False) -> None:
         """Add a request. Raises QueueFull if it would wait and too many do, unless it is not `limited`.
 
-        Raises UsageError for a request that could need more rows than all slots may have.
+        Raises UsageError as `check`.
         """
+        self.check(request)
+        with self._lock:
+            if len(self) == 0:
+                self._last_end = 0.0  # the time without requests says nothing of their pace
+            free = self.slots.free if self._has_space(request, self._active) else 0
+            most = None if self._max_waiting is None else self._max_waiting + free
+            if limited and most is not None and len(self._waiting) >= most:
+                pace = self._request_seconds
+                raise QueueFull(len(self._waiting), None if pace is None else pace * len(self._waiting))
+            self._waiting.push(request)
+
+    def check(self, request: Request) -> None:
+        """Raise UsageError for a request that could need more rows than all slots may have."""
         if request.limit > self._max_rows:
             raise UsageError(
                 f"the request may have {request.limit} tokens, and all requests together {self._max_rows}",
                 "lower max_tokens, shorten the prompt, or raise max_total_tokens",
             )
-        with self._lock:
-            if len(self) == 0:
-                self._last_end = 0.0  # the time without requests says nothing of their pace
-            most = None if self._max_waiting is None else self._max_waiting + max(self.slots.free, 0)
-            if limited and most is not None and len(self._waiting) >= most:
-                pace = self._request_seconds
-                raise QueueFull(len(self._waiting), None if pace is None else pace * len(self._waiting))
-            self._waiting.push(request)
 
     def end_all(self, error: RedraftError) -> list[RequestOutput]:
         """End every request with an error. Returns these outputs, and those that were not returned yet."""
@@ -208,9 +214,10 @@ class Scheduler:
                 request = self._waiting.first
                 if request is None:
                     return
-                while not self._has_space(request):
-                    if not self._preempt(request.priority):
-                        return
+                if not self._has_space(request, [one for one in self._active if one.priority <= request.priority]):
+                    return
+                while not self._has_space(request, self._active):
+                    self._suspend(self._youngest(), park=True)
                 self._waiting.pop()
             try:
                 self.slots.admit(request)
@@ -220,19 +227,14 @@ class Scheduler:
             if request.deadline is not None:
                 self._deadlines.add(request)
 
-    def _has_space(self, request: Request) -> bool:
-        """True if a slot is free, and rows for all tokens so far and for some more of each running request."""
-        active = [*self.slots.running, *self.slots.filling]
-        rows = sum([len(one.tokens) + ROWS_AHEAD for one in active]) + len(request.tokens)
-        return self.slots.free > 0 and (rows <= self._max_rows or not active)
+    @property
+    def _active(self) -> list[Request]:
+        return [*self.slots.running, *self.slots.filling]
 
-    def _preempt(self, priority: int) -> bool:
-        """Park the youngest request of the largest priority number, if that is larger than `priority`."""
-        youngest = self._youngest()
-        if youngest.priority <= priority:
-            return False
-        self._suspend(youngest, park=True)
-        return True
+    def _has_space(self, request: Request, others: Sequence[Request]) -> bool:
+        """True if a request finds a slot beside others, and rows for all tokens so far and for some more of each."""
+        rows = sum([len(one.tokens) + ROWS_AHEAD for one in others]) + len(request.tokens)
+        return len(others) < self._verifier.max_num_seqs and (rows <= self._max_rows or not others)
 
     def _claim_rows(self) -> int:
         """Make room for a row of each request. Returns the rows that are left, besides one of each running request.
@@ -251,8 +253,8 @@ class Scheduler:
         return left
 
     def _youngest(self) -> Request:
-        requests = [*self.slots.running, *self.slots.filling]
-        return max(requests, key=lambda request: (request.priority, request.started))
+        """Return the youngest request of the largest priority number."""
+        return max(self._active, key=lambda request: (request.priority, request.started))
 
     def _suspend(self, request: Request, park: bool) -> None:
         """Take a request's slot. It waits, before all others of its priority."""

@@ -23,7 +23,7 @@ from redraft.runtime.steps.verifier import Verifier
 from redraft.types import IntArray
 
 MANY_ROWS = 1024
-"""Rows of a dropped prefix whose memory is given back. Taking memory again costs more than fewer rows save."""
+"""Rows of an empty slot whose memory is given back. Taking memory again costs more than fewer rows save."""
 
 
 class Slots:
@@ -105,9 +105,12 @@ class Slots:
                 self._copy(request, slot, space)
             self._copy(last, last.slot, slot)
             self.running[slot] = self.running.pop()
+            self._release(last.slot, last.num_computed_tokens)
             last.slot, slot = slot, -1 if space is None else space
         if park:
             self._park(request, slot)
+        elif slot >= 0:
+            self._release(slot, request.num_computed_tokens)
         request.slot = -1
 
     @contextmanager
@@ -151,6 +154,7 @@ class Slots:
         if request.slot != slot:
             self._vacate(slot)
             self._copy(request, request.slot, slot)
+            self._release(request.slot, request.num_computed_tokens)
             request.slot = slot
 
     def _copy(self, request: Request, source: int, target: int) -> None:
@@ -200,8 +204,11 @@ class Slots:
 
     def _drop(self, slot: int) -> None:
         """Forget a prefix. Memory of many rows is given back."""
-        rows = len(self._tokens.pop(slot))
+        self._release(slot, len(self._tokens.pop(slot)))
         del self._prefixes[slot]
+
+    def _release(self, slot: int, rows: int) -> None:
+        """Give the memory of an empty slot back that had so many rows, if they were many."""
         if rows >= MANY_ROWS:
             self._verifier.release(slot)
 

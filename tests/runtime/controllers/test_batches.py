@@ -16,9 +16,10 @@ import pytest
 from redraft.runtime.controllers.adaptive import Adaptive
 from redraft.runtime.controllers.base import Controller, FixedBudget
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
+from redraft.runtime.controllers.experience import Account, MethodStatistics, StepCosts
 from redraft.runtime.controllers.mixed import controller_of
 from redraft.runtime.requests.batch import StepTimes
-from redraft.runtime.trees.offers import Speculation
+from redraft.runtime.trees.offers import Offer, OfferKey, Plan, Speculation
 from redraft.types import NO_SPECULATION, Budget, Costs, OfferKind
 from tests.runtime.drafts import DRAFTER, Offered, chain, offers, outcome, sequence
 
@@ -174,3 +175,41 @@ def test_drafts_that_do_not_pay_are_seldom_made_for_a_batch(sequences: int) -> N
     """All requests wait for a draft, and new ones know what earlier ones have learned. Good drafts are made always."""
     assert drafting(sequences, 8.0, 0.3) > 0.985
     assert drafting(sequences, 2.0, 0.8) > 1.15
+
+
+def test_a_drafter_call_is_priced_by_its_users() -> None:
+    """Calls of eight do not make one's dear."""
+    found, call = StepCosts(), (DRAFTER, OfferKind.FRESH)
+    found.expect(call, 5.0)
+    requests = [sequence() for _ in range(8)]
+    for _ in range(40):
+        batch = Offered.of(requests, [offers() for _ in requests])
+        Adaptive(costs(8)).plan(batch)
+        for step in batch.steps:
+            step.plan = Plan(step.plan.limits, step.plan.found, (Offer(OfferKey(*call)),))
+        batch.times = StepTimes(0.0, {call: 32.0}, 10.0, HOST_MS)
+        assert found.shares_ms(batch)[0] >= 0.5
+    assert found.call_ms(call, 8) == pytest.approx(32.0, rel=0.2)
+    assert found.call_ms(call, 1) == 5.0
+    assert 5.0 < found.call_ms(call, 2) < 10.0
+
+
+def test_batches_with_requests_of_other_controllers_have_accounts_of_their_own() -> None:
+    """Their plain steps take the time of the others' trees, too."""
+    statistics, requests = MethodStatistics(), [sequence() for _ in range(3)]
+    batch = Offered.of(requests, [None] * 3)
+    statistics.account(batch).plain(10.0)
+    assert statistics.account(batch).plain_ms == 10.0
+    assert statistics.account(batch.part(batch.steps[:2])).plain_ms == 0.0
+
+
+@pytest.mark.parametrize("plain_ms", [10.0, 0.0], ids=["measured", "not yet"])
+def test_an_account_pays_for_steps_whose_estimates_are_far_too_low(plain_ms: float) -> None:
+    account = Account()
+    if plain_ms:
+        account.plain(plain_ms)
+    steps = 0
+    while not account.closed:
+        account.speculative(50.0, 3.0, plain_ms=10.0, added_ms=2.0)
+        steps += 1
+    assert steps < 8

@@ -14,7 +14,7 @@ from redraft.errors import UsageError
 from redraft.runtime.controllers.adaptive import LONGEST_PAUSE, Adaptive
 from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
-from redraft.runtime.controllers.experience import MOST_METHODS, Mean
+from redraft.runtime.controllers.experience import MOST_METHODS, CallTimes
 from redraft.runtime.requests.batch import Call, StepTimes, fit
 from redraft.runtime.requests.request import Request
 from redraft.runtime.trees.offers import Plan
@@ -170,7 +170,7 @@ def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
             cut(controller, seq, taken, chain(0.9))
     assert [later - sooner for sooner, later in pairwise(tried)][:7] == [3, 5, 9, 17, 33, 33, 33]
     assert LONGEST_PAUSE == 32
-    controller._costs._calls.get(FRESH, Mean).ms = 0.0  # drafts are now free
+    controller._costs._calls.get(FRESH, CallTimes)._means[1].ms = 0.0  # drafts are now free
     while (taken := planned(controller, seq)).kind is not OfferKind.FRESH:
         pass
     cut(controller, seq, taken, chain(0.9))

@@ -174,6 +174,23 @@ def test_drafted_text_is_the_verifiers_own(
             assert budget is None or 0 < accepted < drafted, (temperature, budget)
 
 
+@pytest.mark.parametrize("shared", [31, 33, 48])
+def test_a_shared_prefix_changes_no_draft_of_medusas(three: Runtime, shared: int) -> None:
+    """The hidden state that a draft reads is that of a row that is computed, even if all rows are shared."""
+    how, first = SpeculationParams("medusa", budget=WHOLE), [5, 9, 3, 11, 7, 8] * 9
+    later = [*first[:shared], 4]
+    three.forget_prefixes()
+    (alone,) = three.generate([later], params(0.0), how)
+    three.forget_prefixes()
+    three.generate([first], params(0.0), how)
+    (again,) = three.generate([later], params(0.0), how)
+    assert 0 < again.cached_tokens < shared
+    assert again.token_ids == alone.token_ids
+    counts = [(m.num_steps, m.num_draft_tokens, m.num_accepted_draft_tokens) for m in (again.metrics, alone.metrics)]
+    assert counts[0] == counts[1]
+    assert counts[0][2] > 0
+
+
 def test_requests_of_other_methods_share_a_batch(three: Runtime, plain: dict[float, list[list[int]]]) -> None:
     """A call computes all slots, but leaves those of other drafters as they are."""
     for drafter, few, other in (

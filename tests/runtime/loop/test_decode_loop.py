@@ -217,10 +217,12 @@ def test_the_youngest_request_of_the_largest_priority_number_is_parked() -> None
         assert loop.scheduler.waiting == (2, 0, 3).index(parked) + 1
 
 
-def limited(rows: int, most: int = 3, spare: int = 2, engine: FakeEngine | None = None) -> DecodeLoop:
+def limited(
+    rows: int, most: int = 3, spare: int = 2, engine: FakeEngine | None = None, waiting: int | None = None
+) -> DecodeLoop:
     verifier = fake_verifier(engine or FakeEngine(), 400, most, slots=most + spare)
     plain_way = Speculation(NoDrafter(verifier), FixedBudget(NO_SPECULATION))
-    return DecodeLoop(verifier, plain_way, max_total_tokens=rows)
+    return DecodeLoop(verifier, plain_way, max_waiting=waiting, max_total_tokens=rows)
 
 
 def test_the_youngest_request_waits_when_rows_run_out_and_has_the_same_text() -> None:
@@ -280,6 +282,40 @@ def test_an_urgent_request_takes_the_rows_of_others() -> None:
     assert (slow.slot, urgent.slot >= 0) == (-1, True)
     loop.run([])
     assert slow.new_tokens == plain(mixing_rule, letters(100), 60)
+
+
+def test_nobody_loses_a_slot_for_a_request_that_finds_no_rows_then() -> None:
+    loop = limited(200)
+    large, small = request(letters(100), 60), request(letters(20), 20, priority=5)
+    urgent = request(letters(110, 1), 5)
+    for one in (large, small, urgent):
+        loop.add(one)
+        for _ in range(4):
+            loop.step()
+    assert (small.slot >= 0, urgent.slot) == (True, -1)
+    loop.run([])
+    assert small.new_tokens == plain(mixing_rule, letters(20), 20)
+    assert urgent.new_tokens == plain(mixing_rule, letters(110, 1), 5)
+
+
+def test_requests_that_wait_for_rows_count_as_waiting() -> None:
+    """Slots are free, but rows are not."""
+    loop = limited(200, most=4, waiting=1)
+    loop.add(request(letters(120), 20), limited=True)
+    loop.step()
+    loop.add(request(letters(120), 20), limited=True)
+    with pytest.raises(QueueFull):
+        loop.add(request(letters(120), 20), limited=True)
+
+
+def test_slots_that_lose_many_rows_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redraft.runtime.loop.slots.MANY_ROWS", 64)
+    loop, released = limited(200), list[int]()
+    monkeypatch.setattr(loop.verifier, "release", released.append)
+    slow, urgent = request(letters(100), 60), request(letters(66, 1), 60)
+    loop.run([slow, urgent])
+    assert released, "the younger request was suspended, and its rows were dropped"
+    assert urgent.new_tokens == plain(mixing_rule, letters(66, 1), 60)
 
 
 def test_trees_take_only_rows_that_are_left() -> None:
