@@ -294,10 +294,11 @@ class Adaptive(Controller):
         steps = [step for step in batch.steps if step.plan.speculates]
         account, times = self._methods.account(batch), batch.times
         spent_ms = times.verified_ms + times.host_ms + sum(times.made_ms.values())
+        table = self._priced
         if not steps:
-            account.plain(spent_ms)
+            account.audited(spent_ms, table[1])
             return
-        table, drafted = self._priced, [len(step.tree) - 1 for step in steps]
+        drafted = [len(step.tree) - 1 for step in steps]
         count = sum(drafted) if self._verifying.packed else max(drafted)
         rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
         gained = sum([len(step.outcome.path) for step in steps if step.outcome is not None])

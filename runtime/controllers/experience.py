@@ -93,13 +93,14 @@ class Account:
     step is plain, since the machine's load changes, less often the longer the account is full.
 
     balance: in plain steps.   speculated: speculative steps since the latest plain one.   audit: those before the next.
-    plain_ms: mean time of plain steps.   plain_steps: their number.   speculative_ms: mean time of the others.
+    plain:   mean time of plain steps over its estimate, which follows the machine's load.   plain_steps: their number.
+    speculative_ms: mean time of the others.
     """
 
     balance: float = _FIRST_BALANCE
     speculated: int = 0
     audit: int = _FIRST_AUDIT
-    plain_ms: float = 0.0
+    plain: float = 1.0
     plain_steps: int = 0
     speculative_ms: Mean = field(default_factory=Mean)
 
@@ -108,23 +109,22 @@ class Account:
         """True if the next step has to be a plain one."""
         return self.balance <= 0 or self.speculated >= self.audit
 
-    def plain(self, ms: float) -> None:
+    def audited(self, ms: float, estimate_ms: float) -> None:
         """Learn the time of a plain step, and add its premium."""
         full = self.balance >= _MOST_SAVED
         self.audit = min(2 * self.audit, _LONGEST_AUDIT) if full and self.speculated else _FIRST_AUDIT
         self.speculated, self.plain_steps = 0, min(self.plain_steps + 1, _SETTLED)
-        counted_ms = min(ms, _OUTLIER * self.plain_ms) if self.plain_ms else ms
-        self.plain_ms += (counted_ms - self.plain_ms) / self.plain_steps
+        self.plain += (min(ms / estimate_ms, _OUTLIER * self.plain) - self.plain) / self.plain_steps
         self._add(_PREMIUM)
 
-    def speculative(self, ms: float, tokens: float, plain_ms: float, added_ms: float) -> None:
+    def speculative(self, ms: float, tokens: float, estimate_ms: float, added_ms: float) -> None:
         """Add the gain of a speculative step, which brought `tokens` tokens a request.
 
-        plain_ms, added_ms: estimates of a plain step and of what this one takes longer. The first is used until a plain
-        step was measured. An interrupted step counts as twice what such a step should take, or others have taken.
+        estimate_ms, added_ms: estimates of a plain step, and of what this one takes longer. An interrupted step counts
+        as twice what such a step should take, or others have taken.
         """
         self.speculated += 1
-        plain_ms = self.plain_ms or plain_ms
+        plain_ms = self.plain * estimate_ms
         usual_ms = max(self.speculative_ms.ms or 0.0, plain_ms + added_ms)
         self.speculative_ms.add(ms)
         self._add(tokens - min(ms, _OUTLIER * usual_ms) / plain_ms)

@@ -198,18 +198,14 @@ def test_batches_with_requests_of_other_controllers_have_accounts_of_their_own()
     """Their plain steps take the time of the others' trees, too."""
     statistics, requests = MethodStatistics(), [sequence() for _ in range(3)]
     batch = Offered.of(requests, [None] * 3)
-    statistics.account(batch).plain(10.0)
-    assert statistics.account(batch).plain_ms == 10.0
-    assert statistics.account(batch.part(batch.steps[:2])).plain_ms == 0.0
+    statistics.account(batch).audited(20.0, 10.0)
+    assert statistics.account(batch).plain == 2.0
+    assert statistics.account(batch.part(batch.steps[:2])).plain == 1.0
 
 
-@pytest.mark.parametrize("plain_ms", [10.0, 0.0], ids=["measured", "not yet"])
-def test_an_account_pays_for_steps_whose_estimates_are_far_too_low(plain_ms: float) -> None:
-    account = Account()
-    if plain_ms:
-        account.plain(plain_ms)
-    steps = 0
+def test_an_account_pays_for_steps_whose_estimates_are_far_too_low() -> None:
+    account, steps = Account(), 0
     while not account.closed:
-        account.speculative(50.0, 3.0, plain_ms=10.0, added_ms=2.0)
+        account.speculative(50.0, 3.0, estimate_ms=10.0, added_ms=2.0)
         steps += 1
     assert steps < 8
