@@ -87,10 +87,10 @@ class Mean:
 class Account:
     """Gains of speculation in batches of one size, in plain steps of such a batch. It must not be overdrawn.
 
-    Gains are measured, not estimated: tokens and time of whole steps, compared with plain steps. If the balance is
-    used up, steps are plain, and each earns a small premium until speculation can be tried again. So however wrong all
-    estimates are, speculation loses little more than the premium. Speculation that gains is audited: now and then a
-    step is plain, since the machine's load changes, less often the longer the account is full.
+    Tokens and time of whole steps are measured, and compared with measured plain steps. If the balance is used up,
+    steps are plain, and each earns a small premium until speculation can be tried again. So where estimates are wrong,
+    too, speculation loses little more than the premium. Speculation that gains is audited: now and then a step is
+    plain, since the machine's load changes, less often the longer the account is full.
 
     balance: in plain steps.   speculated: speculative steps since the latest plain one.   audit: those before the next.
     plain:   mean time of plain steps over its estimate, which follows the machine's load.   plain_steps: their number.
