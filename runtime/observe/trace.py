@@ -30,16 +30,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import exp
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from redraft.errors import DataError
 from redraft.runtime.controllers.sizes import TreeShares, best_first, most_nodes, ranked_shares
-from redraft.runtime.requests.request import Request, drafting
 from redraft.runtime.trees.offers import Plan
 from redraft.runtime.trees.tree import accepted_path, depths_of, shared_nodes
 from redraft.types import Choice, OfferKind, Outcome, Together, Tree
+
+if TYPE_CHECKING:
+    from redraft.runtime.requests.request import Request
 
 
 class TraceWriter:
@@ -62,8 +64,10 @@ class TraceWriter:
             begun = {"prompt": seq.tokens[: seq.prompt_length]}
             self._write({"request": self._numbers[id(seq)], **begun, "table_ms": self._table_ms})
         choice = None
-        with drafting(seq):  # the step is written without a choice that its controller cannot explain
+        try:
             choice = seq.speculation.controller.explain(seq)
+        except Exception as error:  # noqa: BLE001 - a controller may raise anything; no text depends on it
+            seq.stop_drafting(error)
         if choice:
             self._write_costs(choice)
         self._write(
