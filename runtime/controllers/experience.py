@@ -114,7 +114,8 @@ class Account:
         full = self.balance >= _MOST_SAVED
         self.audit = min(2 * self.audit, _LONGEST_AUDIT) if full and self.speculated else _FIRST_AUDIT
         self.speculated, self.plain_steps = 0, min(self.plain_steps + 1, _SETTLED)
-        self.plain += (min(ms / estimate_ms, _OUTLIER * self.plain) - self.plain) / self.plain_steps
+        counted = min(max(ms, _LEAST_MS) / estimate_ms, _OUTLIER * self.plain)
+        self.plain += (counted - self.plain) / self.plain_steps
         self._add(_PREMIUM)
 
     def speculative(self, ms: float, tokens: float, estimate_ms: float, added_ms: float) -> None:

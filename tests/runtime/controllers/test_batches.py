@@ -209,3 +209,11 @@ def test_an_account_pays_for_steps_whose_estimates_are_far_too_low() -> None:
         account.speculative(50.0, 3.0, estimate_ms=10.0, added_ms=2.0)
         steps += 1
     assert steps < 8
+
+
+def test_an_account_takes_steps_that_took_no_time() -> None:
+    """A coarse clock, or a device that nobody waited for."""
+    account = Account()
+    account.audited(0.0, 10.0)
+    account.speculative(0.0, 1.0, estimate_ms=10.0, added_ms=1.0)
+    assert not account.closed
