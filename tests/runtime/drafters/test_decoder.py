@@ -44,6 +44,7 @@ WIDE = SpeculationParams("wide", budget=Budget(9, 4, 3))
 
 @pytest.mark.parametrize(("slots", "device"), [(1, None), (2, None), (1, "cpu"), (2, "cpu")])
 def test_texts_are_the_verifiers(folder: Path, slots: int, device: str | None) -> None:
+    """Fixed budgets draft in every text. The adaptive controller may find, in a batch, that drafts do not pay."""
     with opened(folder, slots, device) as runtime:
         for temperature, ways in ((0.0, (chains("narrow", 6), WIDE)), (1.0, (chains("wide", 6), WIDE, "ngram+narrow"))):
             params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=temperature, seed=4)
@@ -51,7 +52,8 @@ def test_texts_are_the_verifiers(folder: Path, slots: int, device: str | None) -
             for way in ways:
                 found = runtime.generate([*PROMPTS, LONG], params, way)
                 assert [text.token_ids for text in found] == plain
-                assert all(text.metrics.num_draft_tokens > 0 for text in found)
+                drafted = [text.metrics.num_draft_tokens for text in found]
+                assert any(drafted) if way == "ngram+narrow" else all(drafted)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
