@@ -41,9 +41,9 @@ from redraft.runtime.observe.metrics import Clock
 from redraft.runtime.submission import Submission
 
 BLOCKS = FEWEST_VALUES
-"""Blocks of every method and batch size: enough for an interval."""
-TURNS = 2
-"""Requests of a block over its batch size, at least. A block of fewer would hardly ever be full."""
+"""Fewest blocks of every method and batch size: enough for an interval. More blocks make it narrower."""
+TURNS = 3
+"""Requests of a block over its batch size. A block of fewer would hardly ever be full."""
 HEADER = ("batch", "method", "tokens/s", "speed", "95 % interval", "first token, ms", "between outputs, ms", "τ",
           "overhead", "same as plain")  # fmt: skip
 QUEUE = "queue, ms"
@@ -195,26 +195,35 @@ def measure(
         progress(f"batch {batch}: warming up {method}")
         runtime.generate(prompts[:batch], settings.params, speculation(method, settings))
     blocks: dict[str, list[Block]] = {method: [] for method in ways}
-    for number, method, requests in in_blocks(ways, len(prompts), batch):
+    for number, method, requests in in_blocks(ways, len(prompts), batch, long=rate is not None):
         gaps = np.random.default_rng(number).exponential(1 / rate, len(requests)) if rate else None
-        progress(f"batch {batch}: block {number + 1} of {BLOCKS}, {method}")
+        progress(f"batch {batch}: block {number + 1}, {method}")
         traffic = Traffic(runtime, prompts, method, settings)
         blocks[method].append(traffic.run(requests, batch, None if gaps is None else gaps.cumsum().tolist()))
     return blocks
 
 
-def in_blocks(ways: Sequence[T], prompts: int, batch: int) -> Iterator[tuple[int, T, list[int]]]:
-    """Yield each block's number, way and prompts, by index. The order of the ways rotates from block to block."""
-    for number, requests in enumerate(requests_of_blocks(prompts, batch)):
+def in_blocks(
+    ways: Sequence[T], prompts: int, batch: int, long: bool = False
+) -> Iterator[tuple[int, T, list[int]]]:  # fmt: skip
+    """Yield each block's number, way and prompts, by index. The order of the ways rotates from block to block.
+
+    long: as in `requests_of_blocks`.
+    """
+    for number, requests in enumerate(requests_of_blocks(prompts, batch, long)):
         first = number % len(ways)
         for way in [*ways[first:], *ways[:first]]:
             yield number, way, requests
 
 
-def requests_of_blocks(prompts: int, batch: int) -> list[list[int]]:
-    """Return which of so many prompts each block has: all of them in turn, and in rounds if the blocks have more."""
-    size = max(TURNS * batch, -(-prompts // BLOCKS))
-    return [[(number * size + place) % prompts for place in range(size)] for number in range(BLOCKS)]
+def requests_of_blocks(prompts: int, batch: int, long: bool = False) -> list[list[int]]:
+    """Return which of so many prompts each block has: all of them in turn, and in rounds if the blocks have more.
+
+    long: True for BLOCKS blocks if there are enough prompts. The queue of an open loop needs time to fill.
+    """
+    size = max(TURNS * batch, -(-prompts // BLOCKS) if long else 0)
+    count = max(BLOCKS, -(-prompts // size))
+    return [[(number * size + place) % prompts for place in range(size)] for number in range(count)]
 
 
 def summarise(blocks: Mapping[str, Sequence[Block]], batch: int, queued: bool = False) -> dict[str, Any]:

@@ -121,6 +121,9 @@ class TreeMaker(Drafter):
     def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> Sequence[Tree]:
         """Return a tree for each sequence within its budget, rooted at its last token."""
 
+    def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:  # noqa: B027 (as above)
+        """Compute rows that fresh drafts within these budgets need, but those of the draft's own call."""
+
     def ready(self, seq: Request) -> bool:
         """True if it could draft for `seq` now."""
         return True

@@ -96,8 +96,13 @@ class DecoderDrafter(EngineDrafter):
         return rows
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
-        """Compute the rows of the prompt so far, but the last few."""
-        self._catch_up(seq, slot, start + tokens)
+        """Compute the rows of the prompt so far that may not wait."""
+        self._catch_up(seq, slot, start + tokens, self._most_waiting)
+
+    def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            if budget.nodes:
+                self._catch_up(seq, slot, len(seq.tokens))
 
     def move(self, seq: Request, source: int, target: int) -> None:
         """Copy the drafter's rows of `seq` to another slot, also those of drafted tokens that were committed."""
@@ -284,11 +289,11 @@ class DecoderDrafter(EngineDrafter):
         tokens, log_probs = np.array(chain.tokens, np.int64), np.array(chain.log_probs, np.float32)
         return DraftTree(tokens, np.arange(-1, nodes - 1), log_probs, Draws.of(proposal, nodes))
 
-    def _catch_up(self, seq: Request, slot: int, end: int) -> None:
-        """Compute rows of the first `end` tokens of a sequence until at most CATCH_UP are pending."""
+    def _catch_up(self, seq: Request, slot: int, end: int, most: int = CATCH_UP) -> None:
+        """Compute rows of the first `end` tokens of a sequence until at most `most` are pending."""
         state: Drafting = seq.drafting[self]
         state.commit(seq.tokens)
-        while end - state.cache_len > CATCH_UP:
+        while end - state.cache_len > most:
             self._compute(seq, slot)
 
     def _compute(self, seq: Request, slot: int) -> None:

@@ -1,7 +1,8 @@
 """Drafters with engines of their own: the parts that all of them share.
 
 The drafter has its own KV in each slot. Rows of tokens that were committed since its last draft are pending, and the
-next draft computes them, in several chunks if necessary.
+next draft computes them, in several chunks if necessary. Of a prompt, a few hundred rows may be pending too if several
+sequences can run: a full batch may never draft, and would compute them for nothing.
 
 On the host, calls leave out the slots that nobody drafts for. A device has calls of all slots of a batch only, prepared
 before the first request. They leave idle slots unchanged: they write the KV of these after their valid rows.
@@ -30,12 +31,14 @@ from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.observe.profiling import WAIT
 from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.bound_step import gathered, slot_copy
-from redraft.runtime.steps.verifier import Verifier
+from redraft.runtime.steps.verifier import PREFILL_CHUNK, Verifier
 from redraft.types import Budget
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """The host pads more rows than this to a multiple of it, so that it prepares few shapes."""
+MOST_WAITING = names.MAX_PENDING_FEATURES - PREFILL_CHUNK
+"""Rows of a prompt that may wait for a first draft: a buffer of hidden states then has space for one more chunk."""
 MOST_CALLS = 128
 """Call shapes in memory for every four slots. Shapes that compute a prompt's rows have one slot each."""
 
@@ -97,6 +100,11 @@ class EngineDrafter(TreeMaker):
     def _most_calls(self) -> int:
         """Calls of one kind in memory."""
         return MOST_CALLS * -(-self.verifier.max_num_seqs // 4)
+
+    @property
+    def _most_waiting(self) -> int:
+        """Rows that may be pending after a prompt. A single sequence nearly always drafts, so it computes most."""
+        return MOST_WAITING if self.verifier.max_num_seqs > 1 else CATCH_UP
 
     def resume(self, seq: Request, earlier: Request, rows: int) -> int:
         """Begin `seq` without rows of the earlier request. A subclass that can take them over does so."""

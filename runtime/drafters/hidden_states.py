@@ -21,7 +21,7 @@ from redraft.runtime.drafters.engine import CATCH_UP, PendingFeatures
 from redraft.runtime.drafters.one_call import CallShape, Drafting, OneCallDrafter, TreeCall
 from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.verifier import WARM_SLOTS, Verifier
-from redraft.types import Outcome, Tree
+from redraft.types import Budget, Outcome, Tree
 
 _CATCH_UP_CALL = "catch_up"
 """A call of the draft graph that computes pending rows and drafts nothing."""
@@ -44,10 +44,14 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         ]
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
-        """Compute all pending rows but the last few. The token of the last row is not known yet."""
+        """Compute the pending rows that may not wait. The token of the last row is not known yet."""
         seq.drafting[self].pending += tokens
-        while seq.drafting[self].pending > CATCH_UP:
-            self._make_space(seq, slot)
+        self._catch_up(seq, slot, self._most_waiting)
+
+    def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            if budget.nodes:
+                self._catch_up(seq, slot, CATCH_UP)
 
     def resume(self, seq: Request, earlier: Request, rows: int) -> int:
         """Take over the rows that are pairs of tokens in common, and the hidden states that still wait for a token.
@@ -75,9 +79,14 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         drafting: Drafting = seq.drafting[self]
         if not drafting.pending:
             raise ValueError("nothing was committed since the last draft of a sequence")
-        while drafting.pending > CATCH_UP:
-            self._make_space(seq, slot)
+        self._catch_up(seq, slot, CATCH_UP)
         return drafting.pending
+
+    def _catch_up(self, seq: Request, slot: int, most: int) -> None:
+        """Compute rows of a sequence until at most `most` are pending."""
+        drafting: Drafting = seq.drafting[self]
+        while drafting.pending > most:
+            self._make_space(seq, slot)
 
     def _run_draft(self, call: TreeCall, batch: Sequence[Request], rows: Sequence[int]) -> None:
         """Run a draft, and keep the chains of sequences without rows."""

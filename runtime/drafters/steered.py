@@ -65,7 +65,7 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
         return EngineDrafter.resume(self, seq, earlier, rows)
 
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
-        """Compute the rows of the prompt so far, but the last few."""
+        """Compute the rows of the prompt so far that may not wait."""
         seq.drafting[self].pending += tokens
         super().prefilled(seq, slot, start, tokens)
 

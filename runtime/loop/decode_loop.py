@@ -110,30 +110,33 @@ class DecodeLoop:
         with drafting(*batch.requests):
             with stage("offers"):
                 controller.plan(batch)
-            calls = calls_of(batch.steps)
-            for maker, kind in calls:
-                with stage(f"{STAGES[kind]} {maker.name}"):
-                    self._make(batch, maker, kind)
+            for maker, kind in calls_of(batch.steps):
+                self._make(batch, maker, kind)
             if batch.speculates:
                 with stage("choose"):
                     controller.cut(batch)
             if batch.nodes > batch.limits.rows:
                 raise ValueError(f"a tree of {batch.nodes} nodes, root included, and room for {batch.limits.rows}")
             batch.times.offers_ms = stage("offers").latest * 1e3
-            batch.times.made_ms = {(m.name, k): stage(f"{STAGES[k]} {m.name}").latest * 1e3 for m, k in calls}
             return
         for step in batch.steps:  # a controller failed
             step.plan, step.made, step.tree = (plain := RequestStep.of(step.request)).plan, [], plain.tree
 
     def _make(self, batch: Batch, maker: TreeMaker, kind: OfferKind) -> None:
         """Let a drafter make the trees that were planned, but those of requests whose other tree has failed."""
+        stage = self._ranges.stage
         offers = [None if step.request.drafting_error else step.plan.offer_of(maker, kind) for step in batch.steps]
         budgets = [
             step.plan.limits.budget if offer else NO_SPECULATION
             for step, offer in zip(batch.steps, offers, strict=True)
         ]
         with drafting(*[step.request for step, offer in zip(batch.steps, offers, strict=True) if offer]):
-            trees = (maker.resample if kind is OfferKind.RESAMPLE else maker.draft)(batch.requests, budgets)
+            if kind is OfferKind.FRESH:
+                with stage(f"draft rows {maker.name}") as rows:
+                    maker.catch_up(batch.requests, budgets)
+                batch.times.catch_up_ms += rows.latest * 1e3
+            with stage(f"{STAGES[kind]} {maker.name}"):
+                trees = (maker.resample if kind is OfferKind.RESAMPLE else maker.draft)(batch.requests, budgets)
             for step, offer, tree in zip(batch.steps, offers, trees, strict=True):
                 if offer is not None:
                     batch.check(step.request, tree)
@@ -156,6 +159,10 @@ class DecodeLoop:
             step.outcome = outcome
             step.request.failures = 0
         batch.times.verified_ms = stage("verify").latest * 1e3
+        batch.times.made_ms = {  # now, since a device's verification waits for drafts
+            (maker.name, kind): stage(f"{STAGES[kind]} {maker.name}").latest * 1e3
+            for maker, kind in calls_of(batch.steps)
+        }
 
     def commit(self, batch: Batch) -> None:
         """Give every request its tokens, and report the outcome of its tree to its drafter and its controller."""
@@ -166,7 +173,8 @@ class DecodeLoop:
         with stage("commit"):
             for step in verified:
                 self._commit(step)
-            times.host_ms = stage(STEP).elapsed * 1e3 - times.verified_ms - sum(times.made_ms.values())
+            made_ms = times.catch_up_ms + sum(times.made_ms.values())
+            times.host_ms = stage(STEP).elapsed * 1e3 - times.verified_ms - made_ms
             with drafting(*batch.requests):
                 controller.observe(batch)
         if self._costs is not None:

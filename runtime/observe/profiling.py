@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, Self
 
 from redraft.runtime.observe.metrics import Clock
 from redraft.types import Outcome, Tree
@@ -73,10 +73,11 @@ class StageTimer:
         self._seconds = vars(clock)
         self._field = field
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         if self.listener is not None:
             self.listener.enter(self.name)
         self._started = time.perf_counter()
+        return self
 
     def __exit__(self, *_: object) -> None:
         ended = time.perf_counter()
@@ -156,7 +157,8 @@ class _NoTimer:
     __slots__ = ()
     latest = elapsed = 0.0
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None: ...
 

@@ -30,13 +30,15 @@ class Chunk(NamedTuple):
 class StepTimes:
     """Milliseconds of a step's parts, for the whole batch. Work on a device counts if the verifier waited for it.
 
-    made_ms: of each kind of drafter call.   host_ms: time outside the calls of verifier and drafters.
+    made_ms: of each kind of drafter call.   catch_up_ms: of rows that drafters had put off, most of them of prompts.
+    host_ms: time outside the calls of verifier and drafters.
     """
 
     offers_ms: float = 0.0
     made_ms: Mapping[Call, float] = field(default_factory=dict)
     verified_ms: float = 0.0
     host_ms: float = 0.0
+    catch_up_ms: float = 0.0
 
 
 class CallLimits(NamedTuple):

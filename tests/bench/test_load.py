@@ -11,7 +11,7 @@ from tests.bench.runs import LOOP, make_generation
 from tests.runtime.fakes import FakeEngine, engine_of, greedy, know_costs, make_runtime
 
 from redraft.bench.compare import Settings
-from redraft.bench.load import BLOCKS, Block, Served, Traffic, measure, summarise, table, waits
+from redraft.bench.load import BLOCKS, TURNS, Block, Served, Traffic, measure, requests_of_blocks, summarise, table, waits
 from redraft.runtime import RequestError, Runtime
 from redraft.runtime.observe.metrics import Clock
 from redraft.runtime.requests.request import Request
@@ -108,12 +108,21 @@ def test_different_prompts_run_at_once_and_no_request_finds_rows(monkeypatch: py
         assert len(blocks[method]) == BLOCKS
         served = [one for block in blocks[method] for one in block.served]
         assert {one.generation.cached_tokens for one in served} == {0}
-        assert all(len(block.served) == 4 for block in blocks[method])
+        assert all(len(block.served) == 2 * TURNS for block in blocks[method])
     pairs = zip(blocks["none"], blocks["ngram"], strict=True)
     assert all(sorted(one.prompt for one in a.served) == sorted(one.prompt for one in b.served) for a, b in pairs)
     figures = summarise(blocks, 2)
     assert [figures[method]["differing_outputs"] for method in figures] == [0, 0]
     assert figures["ngram"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(("prompts", "count"), [(5, BLOCKS), (6 * TURNS * BLOCKS, 3 * BLOCKS)])
+def test_blocks_have_every_prompt_and_are_more_if_there_are_more_prompts(prompts: int, count: int) -> None:
+    blocks = requests_of_blocks(prompts, batch=2)
+    assert [len(block) for block in blocks] == [2 * TURNS] * count
+    assert {one for block in blocks for one in block} == set(range(prompts))
+    long = requests_of_blocks(prompts, batch=2, long=True)
+    assert [len(block) for block in long] == [2 * TURNS * count // BLOCKS] * BLOCKS
 
 
 def test_a_failed_request_ends_the_block(monkeypatch: pytest.MonkeyPatch) -> None:

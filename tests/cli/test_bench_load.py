@@ -60,7 +60,7 @@ def test_a_rate_adds_the_queue(run: Run, redraft: Redraft, bundle: Path, prompts
     shown = redraft(*given, "--rate", "500").stdout
     assert "queue, ms" in shown
     assert "turns left out, since each prompt has its first turn only: 1" in shown
-    assert "batch 2: plain outputs that loop (the last 64 tokens repeat a period of at most 16): 0 of 24" in shown
+    assert "batch 2: plain outputs that loop (the last 64 tokens repeat a period of at most 16): 0 of 36" in shown
 
 
 def test_long_prompts_have_a_table_of_their_own(
@@ -115,7 +115,7 @@ def test_differing_texts_are_named(
     summarise = load.summarise
     monkeypatch.setattr(load, "summarise", wrong)
     shown = redraft("bench", "--engines", bundle, "--prompts", prompts, *SHORT, "--batch", "2").stdout
-    assert "DIFFERENT: batch 2, ngram: 5 of 24 outputs" in shown
+    assert "DIFFERENT: batch 2, ngram: 5 of 36 outputs" in shown
     assert "NO, 5 differ" in shown
 
 

@@ -229,6 +229,26 @@ def test_many_pending_rows_are_computed_in_chunks(opened: Open) -> None:
         check_state(runtime, reference, batch)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_several_sequences_put_off_the_rows_of_prompts_until_they_draft(
+    opened: Open, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single sequence computes them with the prompt. Drafts are those of another drafter either way."""
+    with pair(opened, max_num_seqs) as (runtime, reference):
+        drafter, calls = lyanna_of(runtime), list[str]()
+        run = drafter._run
+        monkeypatch.setattr(drafter, "_run", lambda graph, work: calls.append(graph) or run(graph, work))
+        loop, batch = admitted(runtime, [request([3, 4] * 38)])
+        for _ in range(5):
+            loop.step()
+        assert calls == ([names.DRAFT] if max_num_seqs == 1 else [])
+        drafter.catch_up(batch, [NO_SPECULATION])
+        assert len(calls) == 2 - max_num_seqs
+        drafter.catch_up(batch, [FULL])
+        assert calls == [names.DRAFT]
+        check_state(runtime, reference, batch)
+
+
 def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
     """Without a first row, the graph would draft from old inputs."""
     with opened() as runtime:

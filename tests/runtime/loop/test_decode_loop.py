@@ -65,10 +65,13 @@ def test_merged_trees_of_two_sources_fit_the_remaining_rows(monkeypatch: pytest.
 
 
 class Slow(Wide):
-    """Advances the clock by a second for a draft, and by three for a resampling."""
+    """Advances the clock by a second for a draft, by three for a resampling, and by five for rows put off."""
 
     name = "slow"
     now = 0.0
+
+    def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:
+        self.now += 5.0
 
     def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree]:
         self.now += 1.0
@@ -106,8 +109,9 @@ def test_a_step_reports_the_time_of_each_source(monkeypatch: pytest.MonkeyPatch)
     loop.step()
     (batch,) = batches
     made = {("slow", OfferKind.FRESH): 1000.0, ("slow", OfferKind.RESAMPLE): 3000.0}
-    assert (batch.times.offers_ms, batch.times.made_ms, batch.times.host_ms) == (1000.0, made, 1000.0)
-    assert (verifier.clock.draft, verifier.clock.resample) == (2.0, 3.0)
+    times = batch.times
+    assert (times.offers_ms, times.made_ms, times.host_ms, times.catch_up_ms) == (1000.0, made, 1000.0, 5000.0)
+    assert (verifier.clock.draft, verifier.clock.resample) == (7.0, 3.0)
 
 
 def test_a_running_request_has_a_token_in_every_step_while_a_prompt_is_computed() -> None:
@@ -428,7 +432,7 @@ class Failing(Wide):
 
 
 @pytest.mark.faulty_drafts
-@pytest.mark.parametrize("method", ["begin", "offers", "draft", "accept", "prefilled", "finish", "move"])
+@pytest.mark.parametrize("method", ["begin", "offers", "draft", "catch_up", "accept", "prefilled", "finish", "move"])
 def test_a_request_whose_drafter_fails_goes_on_plainly_and_alone(method: str) -> None:
     loop = loop_of(most=2)
     lookup = NgramDrafter(loop.verifier)
