@@ -1,13 +1,19 @@
 """Load: rates and latencies of methods while several requests run at once.
 
-Every batch size has a runtime of its own, opened with this `max_num_seqs`, as a server would open it: kernels, buffers
-and measured costs depend on it. Methods take turns in blocks of requests, in one process and in rotating order, so slow
-minutes of the machine affect all of them. Block k has the same prompts for every method, and ratios come from pairs of
-blocks.
+Every batch size has runtimes of its own, opened with this `max_num_seqs`, as a server would open them: kernels, buffers
+and measured costs depend on it. Methods decode blocks of requests, in one process. Block k has the same prompts for
+every method, and ratios come from pairs of blocks.
 
 Closed loop: B clients, each of which submits its next prompt when its last one has ended. They submit in the loop's
-thread, so B requests run at every step until the block has no more prompts. Open loop: requests arrive at random times,
-at most B run, and the others wait in the runtime's queue.
+thread, so B requests run at every step until the block has no more prompts. On the host, every method has a runtime,
+and all methods decode a block at the same time, stepping in turn (`side_by_side`). Times are those of their own turns.
+Otherwise they decode the block one after the other, in rotating order.
+
+Open loop: requests arrive at random times, at most B run, and the others wait in the runtime's queue.
+
+Prompts have from half to all of the new tokens allowed. With equal lengths, plain requests that begin together would
+end together for ever, and their prompts would be computed while nobody decodes; a method that accepts drafts would not
+have that advantage.
 
 Every request has a `cache_salt` of its own. Otherwise the second method that decodes a prompt, and every later round,
 would find the prompt's rows in the slots, and compute less than the first.
@@ -17,14 +23,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
 
 from redraft.bench.compare import PLAIN, Progress, Settings, Totals, speculation
+from redraft.bench.side_by_side import Turns
 from redraft.bench.statistics import (
     FEWEST_VALUES,
     Timing,
@@ -47,6 +56,7 @@ TURNS = 3
 HEADER = ("batch", "method", "tokens/s", "speed", "95 % interval", "first token, ms", "between outputs, ms", "τ",
           "overhead", "same as plain")  # fmt: skip
 QUEUE = "queue, ms"
+_GOLDEN = (5**0.5 - 1) / 2
 T = TypeVar("T")
 
 
@@ -91,14 +101,15 @@ class Traffic:
 
     def __init__(
         self, runtime: Runtime, prompts: Sequence[Sequence[int]], method: str, settings: Settings,
-        limits: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         """Nothing is submitted yet.
 
         prompts: token ids.   method: warm, since nothing can be opened or measured in the loop's thread.
         limits:  most new tokens of each prompt; None for those of the settings.
+        clock:   returns the seconds of a closed loop; None is `time.perf_counter`.
         """
-        self._runtime, self._prompts = runtime, prompts
+        self._runtime, self._prompts, self._now = runtime, prompts, clock or time.perf_counter
         limit = settings.params.max_tokens
         limits = [limit] * len(prompts) if limits is None else limits
         self._params = [replace(settings.params, max_tokens=limit) for limit in limits]
@@ -107,7 +118,7 @@ class Traffic:
         self._pending: list[int] = []
         self._current: list[int] = []
         self._closed = True
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._all: list[tuple[Served, Submission]] = []
 
     def run(self, requests: Sequence[int], clients: int, arrivals: Sequence[float] | None = None) -> Block:
@@ -134,9 +145,14 @@ class Traffic:
         in_order = sorted((served for served, _ in self._all), key=lambda one: one.submitted)
         return Block(in_order, _spent(before, self._runtime.verifier.clock))
 
+    def stop(self, error: BaseException) -> None:
+        """Let `run` abort its requests and raise this error."""
+        self._error = self._error or error
+        self._done.set()
+
     def _begin(self, clients: int) -> None:
         for _ in range(min(clients, len(self._pending))):
-            self._submit(time.perf_counter())
+            self._submit(self._now())
 
     def _arrive(self, arrivals: Sequence[float]) -> None:
         begun = time.perf_counter()
@@ -162,7 +178,7 @@ class Traffic:
 
     def _heard(self, served: Served, output: RequestOutput) -> None:
         """Note an output, in the loop's thread. The end of a closed loop's request submits the next one."""
-        now = time.perf_counter()
+        now = self._now()
         if output.token_ids:
             served.outputs.append(now)
         if output.finish_reason is None:
@@ -172,35 +188,59 @@ class Traffic:
             with self._lock:
                 self._current.remove(served.prompt)
             if self._closed:
-                self._submit(time.perf_counter())
+                self._submit(self._now())
         except Exception as error:  # noqa: BLE001 - `run` raises it; the loop would only log it
-            self._error = error
-            self._done.set()
+            self.stop(error)
         with self._lock:
             if not self._pending and not self._current:
                 self._done.set()
 
 
 def measure(
-    runtime: Runtime, prompts: Sequence[Sequence[int]], methods: Sequence[str], settings: Settings,
+    runtimes: Mapping[str, Runtime], prompts: Sequence[Sequence[int]], settings: Settings,
     rate: float | None = None, progress: Progress = lambda line: None,
 ) -> dict[str, list[Block]]:  # fmt: skip
-    """Return the blocks of PLAIN and of every method, after a warm-up that is not counted.
+    """Return the blocks of every method, after a warm-up that is not counted.
 
-    The batch size is the runtime's `max_num_seqs`.   prompts: token ids, at least one for each request that runs.
-    rate: arrivals a second of an open loop; None for a closed one. Raises UsageError and RequestError.
+    runtimes: by method, PLAIN included, of one `max_num_seqs`, which is the batch size. If each is another one, methods
+              decode a block side by side.
+    prompts:  token ids, at least one for each request that runs.
+    rate:     arrivals a second of an open loop; None for a closed one. Raises UsageError and RequestError.
     """
-    batch, ways = runtime.verifier.max_num_seqs, list(dict.fromkeys((PLAIN, *methods)))
-    for method in ways:
+    batch = runtimes[PLAIN].verifier.max_num_seqs
+    for method, runtime in runtimes.items():
         progress(f"batch {batch}: warming up {method}")
         runtime.generate(prompts[:batch], settings.params, speculation(method, settings))
-    blocks: dict[str, list[Block]] = {method: [] for method in ways}
-    for number, method, requests in in_blocks(ways, len(prompts), batch, long=rate is not None):
+    blocks: dict[str, list[Block]] = {method: [] for method in runtimes}
+    limits = spread(settings.params.max_tokens, len(prompts))
+    if len(set(runtimes.values())) == len(runtimes) and rate is None:
+        turns = Turns()
+        clocks = {method: turns.of(runtime).seconds for method, runtime in runtimes.items()}
+        for number, requests in enumerate(requests_of_blocks(len(prompts), batch)):
+            progress(f"batch {batch}: block {number + 1}")
+            traffics = [Traffic(each, prompts, method, settings, limits, clocks[method])
+                        for method, each in runtimes.items()]  # fmt: skip
+            with ThreadPoolExecutor(len(traffics)) as pool:
+                try:
+                    found = [*pool.map(lambda traffic: traffic.run(requests, batch), traffics)]  # noqa: B023 - at once
+                except BaseException as error:
+                    for traffic in traffics:
+                        traffic.stop(error)
+                    raise
+            for method, block in zip(runtimes, found, strict=True):
+                blocks[method].append(block)
+        return blocks
+    for number, method, requests in in_blocks([*runtimes], len(prompts), batch, long=rate is not None):
         gaps = np.random.default_rng(number).exponential(1 / rate, len(requests)) if rate else None
         progress(f"batch {batch}: block {number + 1}, {method}")
-        traffic = Traffic(runtime, prompts, method, settings)
+        traffic = Traffic(runtimes[method], prompts, method, settings, limits)
         blocks[method].append(traffic.run(requests, batch, None if gaps is None else gaps.cumsum().tolist()))
     return blocks
+
+
+def spread(most: int, count: int) -> list[int]:
+    """Return so many lengths, from half of `most` to `most`, evenly spread wherever one begins to count."""
+    return [ceil(most * (0.5 + 0.5 * (number * _GOLDEN % 1))) for number in range(count)]
 
 
 def in_blocks(

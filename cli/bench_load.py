@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -78,7 +79,7 @@ def parse_batches(
 def measure_load(run: LoadRun, progress: Callable[[str], None]) -> dict[str, Any]:
     """Return what `redraft bench --batch --json` prints. Raises UsageError before it measures, and RequestError."""
     from redraft.bench import long_prompts
-    from redraft.bench.compare import first_turn
+    from redraft.bench.compare import PLAIN, first_turn
     from redraft.bench.load import measure, summarise
     from redraft.cli.opening import open_runtime
 
@@ -88,14 +89,18 @@ def measure_load(run: LoadRun, progress: Callable[[str], None]) -> dict[str, Any
     long: dict[str, Any] = {}
     for batch in run.batches:
         progress(f"batch {batch}: opening the engines")
-        with open_runtime(run.engines, max_num_seqs=batch, **run.opening) as runtime:
+        with ExitStack() as stack:
+            opened = lambda: stack.enter_context(open_runtime(run.engines, max_num_seqs=batch, **run.opening))  # noqa: B023, E731
+            runtime = opened()
             settings = run.settings_of(runtime)
             methods = _methods(run, runtime)
             prompts = [first_turn(runtime, prompt, settings) for prompt in run.prompts]
             if run.long_prompts is not None:
                 long_prompts.long_prompt(prompts, run.long_prompts, 0)  # refuses a number that is too large
             result = result or conditions(runtime, settings, run.engines, run.opening["threads"])
-            blocks = measure(runtime, prompts, methods, settings, run.rate, progress)
+            alone = run.rate is not None or runtime.verifier.device.asynchronous
+            runtimes = {way: runtime if alone or way == PLAIN else opened() for way in dict.fromkeys((PLAIN, *methods))}
+            blocks = measure(runtimes, prompts, settings, run.rate, progress)
             batches[str(batch)] = summarise(blocks, batch, run.rate is not None)
             if run.long_prompts is not None:
                 found = long_prompts.measure(runtime, prompts, methods, settings, run.long_prompts, progress)

@@ -34,6 +34,10 @@ class LruCache(Generic[K, V]):
         self._values[key] = value
         return value
 
+    def items(self) -> list[tuple[K, V]]:
+        """Return all keys with their values, the least recently used first. None of them counts as used."""
+        return [*self._values.items()]
+
     def clear(self) -> None:
         """Drop all values."""
         self._values.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -273,6 +273,15 @@ class Runtime:
         """The state of the decode loop: its requests, and the time since a step made progress."""
         self._check_open()
         return self._thread.loop.health
+
+    def step_within(self, block: AbstractContextManager[object]) -> None:
+        """Enter `block` for each step and the deliveries of its outputs, in the loop's thread, from now on.
+
+        For several runtimes of one process that must not step at the same time.
+        """
+        self._check_open()
+        with self._thread.paused():
+            self._thread.within = block
 
     def warm(self, method: str | None = None) -> None:
         """Load everything that `method` needs. On a GPU, also run every shape of its steps once.

@@ -27,11 +27,12 @@ MOST_METHODS = 256
 _CREDIT = 1.0625
 """Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
-_PREMIUM, _FIRST_BALANCE, _MOST_SAVED, _MOST_OWED = 0.005, 1.0, 8.0, 2.0
-"""Of a batch's account, in plain steps: what a plain step earns, and the first balance, the largest, and the debt."""
-_SETTLED = 16
-"""Latest plain steps whose mean time gains are compared with."""
-_FIRST_AUDIT, _LONGEST_AUDIT = 32, 256
+_PREMIUM, _MARGIN, _FIRST_BALANCE, _MOST_SAVED, _MOST_OWED = 0.005, 0.01, 1.0, 8.0, 1.0
+"""Of a batch's account, in plain steps: what a plain step earns, what a speculative step has to gain, and the first
+balance, the largest, and the debt."""
+_SETTLED = 4
+"""Latest plain steps whose mean time gains are compared with. Others are seconds away, and the machine's speed drifts."""
+_FIRST_AUDIT, _LONGEST_AUDIT = 8, 256
 """Speculative steps of a batch before a plain one, whose time corrects what gains are compared with."""
 
 
@@ -90,7 +91,7 @@ class Account:
     Tokens and time of whole steps are measured, and compared with measured plain steps. If the balance is used up,
     steps are plain, and each earns a small premium until speculation can be tried again. So where estimates are wrong,
     too, speculation loses little more than the premium. Speculation that gains is audited: now and then a step is
-    plain, since the machine's load changes, less often the longer the account is full.
+    plain, since the machine's load changes, less often the longer the account is half full.
 
     balance: in plain steps.   speculated: speculative steps since the latest plain one.   audit: those before the next.
     plain:   mean time of plain steps over its estimate, which follows the machine's load.   plain_steps: their number.
@@ -111,8 +112,8 @@ class Account:
 
     def audited(self, ms: float, estimate_ms: float) -> None:
         """Learn the time of a plain step, and add its premium."""
-        full = self.balance >= _MOST_SAVED
-        self.audit = min(2 * self.audit, _LONGEST_AUDIT) if full and self.speculated else _FIRST_AUDIT
+        gains = self.balance >= _MOST_SAVED / 2
+        self.audit = min(2 * self.audit, _LONGEST_AUDIT) if gains and self.speculated else _FIRST_AUDIT
         self.speculated, self.plain_steps = 0, min(self.plain_steps + 1, _SETTLED)
         counted = min(max(ms, _LEAST_MS) / estimate_ms, _OUTLIER * self.plain)
         self.plain += (counted - self.plain) / self.plain_steps
@@ -128,7 +129,7 @@ class Account:
         plain_ms = self.plain * estimate_ms
         usual_ms = max(self.speculative_ms.ms or 0.0, plain_ms + added_ms)
         self.speculative_ms.add(ms)
-        self._add(tokens - min(ms, _OUTLIER * usual_ms) / plain_ms)
+        self._add(tokens - min(ms, _OUTLIER * usual_ms) / plain_ms - _MARGIN)
 
     def _add(self, plain_steps: float) -> None:
         self.balance = min(max(self.balance + plain_steps, -_MOST_OWED), _MOST_SAVED)
@@ -206,7 +207,16 @@ class MethodStatistics:
 
     def account(self, batch: Batch) -> Account:
         """Return the account of batches of this size and these methods, with as many requests of this controller."""
-        return self._accounts.get((batch.sequences, len(batch.steps), batch.methods), Account)
+        key = batch.sequences, len(batch.steps), batch.methods
+        return self._accounts.get(key, lambda: self._opened(*key))
+
+    def _opened(self, sequences: int, own: int, methods: str) -> Account:
+        """Return an account for a new size of batches, with no larger a balance than that of the nearest size."""
+        nearest = min(
+            [(abs(number - sequences), account.balance) for (number, _, names), account in self._accounts.items()
+             if names == methods], default=(0, _FIRST_BALANCE),
+        )  # fmt: skip
+        return Account(min(nearest[1], _FIRST_BALANCE))
 
     def state_of(self, request: Request) -> ControllerState:
         """Return the state of a request, which begins with its method's experience."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime.loop.decode_loop import DecodeLoop
@@ -21,6 +21,8 @@ class LoopThread:
     def __init__(self, loop: DecodeLoop) -> None:
         self.loop = loop
         self.steps = 0
+        self.within: AbstractContextManager[object] = nullcontext()
+        """The block of each step and of its deliveries."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._visitors = 0
@@ -104,7 +106,10 @@ class LoopThread:
                     return
                 self._stepping = True
             try:
-                outputs = self.loop.step()
+                with self.within:
+                    outputs = self.loop.step()
+                    self.steps += 1
+                    self._deliver(outputs)
             except BaseException as error:  # noqa: BLE001 - a fault of ours: callers must not wait for ever
                 _LOG.exception("the decode loop died")
                 with self._changed:
@@ -114,8 +119,6 @@ class LoopThread:
                     self._stepping, self._thread = False, None
                     self._changed.notify_all()
                 return
-            self.steps += 1
-            self._deliver(outputs)
             with self._changed:
                 self._stepping = False
                 self._changed.notify_all()

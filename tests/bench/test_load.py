@@ -10,6 +10,7 @@ import pytest
 from tests.bench.runs import LOOP, make_generation
 from tests.runtime.fakes import FakeEngine, engine_of, greedy, know_costs, make_runtime
 
+from redraft.bench import load
 from redraft.bench.compare import Settings
 from redraft.bench.load import BLOCKS, TURNS, Block, Served, Traffic, measure, requests_of_blocks, summarise, table, waits
 from redraft.runtime import RequestError, Runtime
@@ -97,9 +98,10 @@ def test_different_prompts_run_at_once_and_no_request_finds_rows(monkeypatch: py
 
     commit = Request.commit
     monkeypatch.setattr(Request, "commit", seen)
+    monkeypatch.setattr(load, "spread", lambda most, count: [most] * count)  # else few prompts are left to choose from
     lines: list[str] = []
     with make_runtime(max_num_seqs=2) as runtime:
-        blocks = measure(runtime, PROMPTS, ["ngram"], Settings(greedy(12)), progress=lines.append)
+        blocks = measure(dict.fromkeys(("none", "ngram"), runtime), PROMPTS, Settings(greedy(12)), progress=lines.append)
     order = [line.rpartition(" ")[2] for line in lines if "block" in line]
     assert order == ["none", "ngram", "ngram", "none"] * (BLOCKS // 2)
     assert max(most) == 2
@@ -123,6 +125,37 @@ def test_blocks_have_every_prompt_and_are_more_if_there_are_more_prompts(prompts
     assert {one for block in blocks for one in block} == set(range(prompts))
     long = requests_of_blocks(prompts, batch=2, long=True)
     assert [len(block) for block in long] == [2 * TURNS * count // BLOCKS] * BLOCKS
+
+
+def test_runtimes_decode_a_block_at_once_by_clocks_of_their_own(ticking: None) -> None:
+    """Each has as many seconds as alone, though they step in turn."""
+    with make_runtime() as first, make_runtime() as second:
+        blocks = measure({"none": first, "ngram": second}, PROMPTS, Settings(greedy(4)))
+    with make_runtime() as runtime:
+        runtime.generate(PROMPTS, greedy(2), "none")
+        limits = load.spread(4, 3)
+        alone = Traffic(runtime, PROMPTS, "none", Settings(greedy(4)), limits).run([0, 1, 2], 1).timing.seconds
+    assert [block.timing.seconds for block in blocks["none"]] == pytest.approx([alone] * BLOCKS)
+    assert all(0 < block.timing.seconds < alone + CALL for block in blocks["ngram"])
+
+
+def test_a_failed_request_ends_the_blocks_of_all_runtimes(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_costs(monkeypatch)
+    with make_runtime() as first, make_runtime() as second:
+        engine_of(second.verifier).fail = lambda: 1 / 0  # type: ignore[method-assign]
+        second.generate = lambda *given: []  # type: ignore[method-assign]
+        with pytest.raises(RequestError, match="division"):
+            measure({"none": first, "ngram": second}, PROMPTS, Settings(greedy(4)))
+        assert first.health.requests == second.health.requests == 0
+
+
+def test_lengths_are_spread_from_half_to_all() -> None:
+    for begin in (0, 7):
+        lengths = load.spread(64, 40)[begin : begin + 24]
+        assert 32 <= min(lengths) <= 34
+        assert 62 <= max(lengths) <= 64
+        assert len({length // 4 for length in lengths}) >= 8
+        assert abs(sum(lengths) / 24 - 48) < 2
 
 
 def test_a_failed_request_ends_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
