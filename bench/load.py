@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, TypeVar
@@ -50,9 +50,9 @@ from redraft.runtime.observe.metrics import Clock
 from redraft.runtime.submission import Submission
 
 BLOCKS = FEWEST_VALUES
-"""Fewest blocks of every method and batch size: enough for an interval. More blocks make it narrower."""
+"""Blocks of every method and batch size: enough for an interval."""
 TURNS = 3
-"""Requests of a block over its batch size. A block of fewer would hardly ever be full."""
+"""Requests of a block over its batch size, at least. A block of fewer would hardly ever be full."""
 HEADER = ("batch", "method", "tokens/s", "speed", "95 % interval", "first token, ms", "between outputs, ms", "τ",
           "overhead", "same as plain")  # fmt: skip
 QUEUE = "queue, ms"
@@ -65,7 +65,7 @@ class Served:
     """One request.
 
     prompt:    index of its prompt.
-    submitted: seconds of `time.perf_counter` when it was submitted. In an open loop, when it should have been.
+    submitted: seconds of the block's clock when it was submitted. In an open loop, when it should have been.
     outputs:   seconds of each output with tokens.   ended: seconds of its end.
     """
 
@@ -91,7 +91,7 @@ class Block:
 
     @property
     def timing(self) -> Timing:
-        """All tokens, and the wall time from the first submission to the last end."""
+        """All tokens, and the time from the first submission to the last end."""
         tokens = sum(len(one.answer) for one in self.served)
         return Timing(tokens, max(one.ended for one in self.served) - self.served[0].submitted)
 
@@ -127,14 +127,26 @@ class Traffic:
         clients:  of a closed loop.   arrivals: seconds from now of an open loop, one for each request.
         Raises RequestError if requests failed.
         """
-        self._pending, self._closed = list(requests), arrivals is None
-        before = self._runtime.verifier.clock.copy()
         try:
-            self._begin(clients) if arrivals is None else self._arrive(arrivals)
-            self._done.wait()
-        finally:
-            for _, submission in self._all:
-                submission.abort()
+            self.begin(requests, clients, arrivals)
+            return self.finish()
+        except BaseException as error:
+            self.stop(error)
+            raise
+
+    def begin(self, requests: Sequence[int], clients: int, arrivals: Sequence[float] | None = None) -> None:
+        """Submit the first requests, those of an open loop all. Arguments are those of `run`."""
+        self._pending, self._closed = list(requests), arrivals is None
+        self._before = self._runtime.verifier.clock.copy()
+        if arrivals is not None:
+            self._arrive(arrivals)
+        else:
+            for _ in range(min(clients, len(requests))):
+                self._submit(self._now())
+
+    def finish(self) -> Block:
+        """Wait for the end of the block. Raises RequestError if requests failed, and the error of `stop`."""
+        self._done.wait()
         if self._error is not None:
             raise self._error
         generations = [submission.generation for _, submission in self._all]
@@ -143,16 +155,16 @@ class Traffic:
         for (served, _), generation in zip(self._all, generations, strict=True):
             served.generation = generation
         in_order = sorted((served for served, _ in self._all), key=lambda one: one.submitted)
-        return Block(in_order, _spent(before, self._runtime.verifier.clock))
+        return Block(in_order, _spent(self._before, self._runtime.verifier.clock))
 
     def stop(self, error: BaseException) -> None:
-        """Let `run` abort its requests and raise this error."""
+        """Submit nothing more, abort all requests, and let `finish` raise this error."""
+        with self._lock:
+            self._pending.clear()
         self._error = self._error or error
         self._done.set()
-
-    def _begin(self, clients: int) -> None:
-        for _ in range(min(clients, len(self._pending))):
-            self._submit(self._now())
+        for _, submission in self._all:
+            submission.abort()
 
     def _arrive(self, arrivals: Sequence[float]) -> None:
         begun = time.perf_counter()
@@ -187,7 +199,7 @@ class Traffic:
         try:
             with self._lock:
                 self._current.remove(served.prompt)
-            if self._closed:
+            if self._closed and output.finish_reason != "abort":
                 self._submit(self._now())
         except Exception as error:  # noqa: BLE001 - `run` raises it; the loop would only log it
             self.stop(error)
@@ -211,31 +223,64 @@ def measure(
     for method, runtime in runtimes.items():
         progress(f"batch {batch}: warming up {method}")
         runtime.generate(prompts[:batch], settings.params, speculation(method, settings))
-    blocks: dict[str, list[Block]] = {method: [] for method in runtimes}
     limits = spread(settings.params.max_tokens, len(prompts))
     if len(set(runtimes.values())) == len(runtimes) and rate is None:
-        turns = Turns()
-        clocks = {method: turns.of(runtime).seconds for method, runtime in runtimes.items()}
-        for number, requests in enumerate(requests_of_blocks(len(prompts), batch)):
-            progress(f"batch {batch}: block {number + 1}")
-            traffics = [Traffic(each, prompts, method, settings, limits, clocks[method])
-                        for method, each in runtimes.items()]  # fmt: skip
-            with ThreadPoolExecutor(len(traffics)) as pool:
-                try:
-                    found = [*pool.map(lambda traffic: traffic.run(requests, batch), traffics)]  # noqa: B023 - at once
-                except BaseException as error:
-                    for traffic in traffics:
-                        traffic.stop(error)
-                    raise
-            for method, block in zip(runtimes, found, strict=True):
-                blocks[method].append(block)
-        return blocks
-    for number, method, requests in in_blocks([*runtimes], len(prompts), batch, long=rate is not None):
+        return _side_by_side(runtimes, prompts, settings, limits, progress)
+    blocks: dict[str, list[Block]] = {method: [] for method in runtimes}
+    for number, method, requests in in_blocks([*runtimes], len(prompts), batch):
         gaps = np.random.default_rng(number).exponential(1 / rate, len(requests)) if rate else None
-        progress(f"batch {batch}: block {number + 1}, {method}")
+        progress(f"batch {batch}: block {number + 1} of {BLOCKS}, {method}")
         traffic = Traffic(runtimes[method], prompts, method, settings, limits)
         blocks[method].append(traffic.run(requests, batch, None if gaps is None else gaps.cumsum().tolist()))
     return blocks
+
+
+def _side_by_side(
+    runtimes: Mapping[str, Runtime], prompts: Sequence[Sequence[int]], settings: Settings, limits: Sequence[int],
+    progress: Progress,
+) -> dict[str, list[Block]]:  # fmt: skip
+    """Return the blocks of runtimes that step in turn. No clock runs before all have their first requests."""
+    batch, blocks, turns = (
+        runtimes[PLAIN].verifier.max_num_seqs,
+        {method: list[Block]() for method in runtimes},
+        Turns(),
+    )
+    clocks = {method: turns.of(runtime).seconds for method, runtime in runtimes.items()}
+    try:
+        for number, requests in enumerate(requests_of_blocks(len(prompts), batch)):
+            progress(f"batch {batch}: block {number + 1} of {BLOCKS}")
+            traffics = {
+                method: Traffic(runtime, prompts, method, settings, limits, clocks[method])
+                for method, runtime in runtimes.items()
+            }
+            first = number % len(traffics)
+            try:
+                with turns.held():
+                    for method in [*runtimes][first:] + [*runtimes][:first]:
+                        traffics[method].begin(requests, batch)
+                for method, block in _finished(traffics).items():
+                    blocks[method].append(block)
+            except BaseException as error:
+                for traffic in traffics.values():
+                    traffic.stop(error)
+                raise
+    finally:
+        turns.end()
+    return blocks
+
+
+def _finished(traffics: Mapping[str, Traffic]) -> dict[str, Block]:
+    """Wait for the ends of blocks. Raises the first error, and leaves the others stopped."""
+    with ThreadPoolExecutor(len(traffics)) as pool:
+        ends = {method: pool.submit(traffic.finish) for method, traffic in traffics.items()}
+        try:
+            for end in wait(ends.values(), return_when=FIRST_EXCEPTION).done:
+                end.result()
+        except BaseException as error:
+            for traffic in traffics.values():
+                traffic.stop(error)
+            raise
+        return {method: end.result() for method, end in ends.items()}
 
 
 def spread(most: int, count: int) -> list[int]:
@@ -243,27 +288,18 @@ def spread(most: int, count: int) -> list[int]:
     return [ceil(most * (0.5 + 0.5 * (number * _GOLDEN % 1))) for number in range(count)]
 
 
-def in_blocks(
-    ways: Sequence[T], prompts: int, batch: int, long: bool = False
-) -> Iterator[tuple[int, T, list[int]]]:  # fmt: skip
-    """Yield each block's number, way and prompts, by index. The order of the ways rotates from block to block.
-
-    long: as in `requests_of_blocks`.
-    """
-    for number, requests in enumerate(requests_of_blocks(prompts, batch, long)):
+def in_blocks(ways: Sequence[T], prompts: int, batch: int) -> Iterator[tuple[int, T, list[int]]]:
+    """Yield each block's number, way and prompts, by index. The order of the ways rotates from block to block."""
+    for number, requests in enumerate(requests_of_blocks(prompts, batch)):
         first = number % len(ways)
         for way in [*ways[first:], *ways[:first]]:
             yield number, way, requests
 
 
-def requests_of_blocks(prompts: int, batch: int, long: bool = False) -> list[list[int]]:
-    """Return which of so many prompts each block has: all of them in turn, and in rounds if the blocks have more.
-
-    long: True for BLOCKS blocks if there are enough prompts. The queue of an open loop needs time to fill.
-    """
-    size = max(TURNS * batch, -(-prompts // BLOCKS) if long else 0)
-    count = max(BLOCKS, -(-prompts // size))
-    return [[(number * size + place) % prompts for place in range(size)] for number in range(count)]
+def requests_of_blocks(prompts: int, batch: int) -> list[list[int]]:
+    """Return which of so many prompts each block has: all of them in turn, and in rounds if the blocks have more."""
+    size = max(TURNS * batch, -(-prompts // BLOCKS))
+    return [[(number * size + place) % prompts for place in range(size)] for number in range(BLOCKS)]
 
 
 def summarise(blocks: Mapping[str, Sequence[Block]], batch: int, queued: bool = False) -> dict[str, Any]:

@@ -187,12 +187,15 @@ def measure(
     runtime: Runtime, prompts: Sequence[Sequence[int]], methods: Sequence[str], settings: Settings, tokens: int,
     progress: Progress = lambda line: None,
 ) -> dict[str, list[Repeat]]:  # fmt: skip
-    """Return the repeats of PLAIN and of every method, all of which the runtime has warmed.
+    """Return the repeats of PLAIN and of every method, after a warm-up that is not counted.
 
     The batch size is the runtime's `max_num_seqs`.   prompts: token ids, at least one for each request that runs.
     tokens: of a long prompt.   Raises UsageError and RequestError.
     """
     batch, ways = runtime.verifier.max_num_seqs, list(dict.fromkeys((PLAIN, *methods)))
+    for method in ways:
+        progress(f"batch {batch}: warming up {method}")
+        runtime.generate(prompts[:batch], settings.params, speculation(method, settings))
     repeats: dict[str, list[Repeat]] = {method: [] for method in ways}
     for number in range(REPEATS):
         first = number % len(ways)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from redraft.runtime import Runtime
 
@@ -17,11 +19,12 @@ WINDOW = 0.1
 
 
 class Turns:
-    """Hands out turns in order. A runtime without requests keeps none."""
+    """Hands out turns in order. A runtime without requests keeps none. Call `end` before one is closed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[Turn] = deque()
+        self._queue: deque[object] = deque()
+        self._ended = False
 
     def of(self, runtime: Runtime) -> Turn:
         """Let a runtime step in turn from now on, and return its clock."""
@@ -29,14 +32,30 @@ class Turns:
         runtime.step_within(turn)
         return turn
 
-    def take(self, turn: Turn) -> None:
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no runtime step in the block."""
+        nobody = object()
+        self.take(nobody)
+        try:
+            yield
+        finally:
+            self.leave(nobody)
+
+    def end(self) -> None:
+        """Let all runtimes step as they like from now on."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def take(self, turn: object) -> None:
         """Wait for a turn. Returns at once if it has not ended."""
         with self._changed:
             if turn not in self._queue:
                 self._queue.append(turn)
-            self._changed.wait_for(lambda: self._queue[0] is turn)
+            self._changed.wait_for(lambda: self._ended or self._queue[0] is turn)
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, turn: object) -> None:
         """End a turn."""
         with self._changed:
             self._queue.remove(turn)

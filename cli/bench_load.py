@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,6 @@ def measure_load(run: LoadRun, progress: Callable[[str], None]) -> dict[str, Any
     from redraft.bench import long_prompts
     from redraft.bench.compare import PLAIN, first_turn
     from redraft.bench.load import measure, summarise
-    from redraft.cli.opening import open_runtime
 
     _check(run)
     result: dict[str, Any] = {}
@@ -90,8 +90,8 @@ def measure_load(run: LoadRun, progress: Callable[[str], None]) -> dict[str, Any
     for batch in run.batches:
         progress(f"batch {batch}: opening the engines")
         with ExitStack() as stack:
-            opened = lambda: stack.enter_context(open_runtime(run.engines, max_num_seqs=batch, **run.opening))  # noqa: B023, E731
-            runtime = opened()
+            opened = partial(_opened, run, batch)
+            runtime = opened(stack)
             settings = run.settings_of(runtime)
             methods = _methods(run, runtime)
             prompts = [first_turn(runtime, prompt, settings) for prompt in run.prompts]
@@ -99,8 +99,10 @@ def measure_load(run: LoadRun, progress: Callable[[str], None]) -> dict[str, Any
                 long_prompts.long_prompt(prompts, run.long_prompts, 0)  # refuses a number that is too large
             result = result or conditions(runtime, settings, run.engines, run.opening["threads"])
             alone = run.rate is not None or runtime.verifier.device.asynchronous
-            runtimes = {way: runtime if alone or way == PLAIN else opened() for way in dict.fromkeys((PLAIN, *methods))}
-            blocks = measure(runtimes, prompts, settings, run.rate, progress)
+            ways = [*dict.fromkeys((PLAIN, *methods))]
+            with ExitStack() as others:  # closed before the first, which speculates: its measured costs are kept
+                runtimes = {way: runtime if alone or way == ways[-1] else opened(others) for way in ways}
+                blocks = measure(runtimes, prompts, settings, run.rate, progress)
             batches[str(batch)] = summarise(blocks, batch, run.rate is not None)
             if run.long_prompts is not None:
                 found = long_prompts.measure(runtime, prompts, methods, settings, run.long_prompts, progress)
@@ -108,6 +110,13 @@ def measure_load(run: LoadRun, progress: Callable[[str], None]) -> dict[str, Any
     left_out = sum(len(prompt.later_turns) for prompt in run.prompts)
     return {**result, "prompts": len(run.prompts), "turns_left_out": left_out, "rate": run.rate, "batches": batches,
             "long_prompts": {"tokens": run.long_prompts, "batches": long} if long else None}  # fmt: skip
+
+
+def _opened(run: LoadRun, batch: int, stack: ExitStack) -> Runtime:
+    """Open the engines for a batch size, until the end of `stack`."""
+    from redraft.cli.opening import open_runtime
+
+    return stack.enter_context(open_runtime(run.engines, max_num_seqs=batch, **run.opening))
 
 
 def _check(run: LoadRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from redraft.runtime.requests.request import Request
 
 MAX_DEPTH = 16
+_SHARE = 16
+"""Drafts that share the price of rows that waited."""
 LONGEST_PAUSE = 32
 """Plain steps, at most, between two attempts while speculation does not pay."""
 _LEARN = 1 / 8
@@ -93,7 +96,7 @@ class Adaptive(Controller):
         asked = []
         for step in batch.steps:
             state = self._methods.state_of(step.request)
-            state.weighed, state.probed, state.together = None, False, None
+            state.weighed, state.probed, state.together, state.tried = None, False, None, False
             state.waiting, pauses = max(state.waiting - 1, 0), closed or state.waiting > 0
             limits, offers = batch.ask(step, NO_SPECULATION if pauses else self._full)
             if limits is not NO_TREE:
@@ -105,8 +108,9 @@ class Adaptive(Controller):
         for step, state, _, offers in asked:
             state.rate = self._rate / (1 if self._verifying.packed else len(asked))
             ready.append(self._ready(step.request, state, offers))
+        self._set_tries([(state, offers) for _, state, _, offers in asked], batch.sequences)
         for (step, state, limits, offers), found in zip(asked, ready, strict=True):
-            step.use(self._plan(state, offers, limits, found, batch.sequences))
+            step.use(self._plan(state, offers, limits, found))
 
     def _begin(self, sequences: int) -> None:
         """Use the costs for `sequences` sequences."""
@@ -140,9 +144,21 @@ class Adaptive(Controller):
         """Return the tokens that an offer promises beyond the ready tree, at least 0."""
         return max(state.gain.get(key, state.ready[1] + 1.0) - state.ready[1], 0.0)
 
-    def _plan(
-        self, state: ControllerState, offers: Sequence[Offer], limits: StepLimits, found: Tree, sequences: int
-    ) -> Plan:
+    def _set_tries(self, asked: Sequence[tuple[ControllerState, Sequence[Offer]]], sequences: int) -> None:
+        """Choose the requests that draft although it may not pay: of a batch, the one with the fewest rows waiting."""
+        due: dict[int, tuple[int, ControllerState]] = {}
+        for state, offers in asked:
+            waiting = next((offer.waiting for offer in offers if offer.key.kind is OfferKind.FRESH), None)
+            if waiting is None:
+                continue
+            tries = state.tries if sequences == 1 else state.method.tries
+            tries.since += 1
+            if tries.since > tries.patience * sequences and waiting < due.get(id(tries), (sys.maxsize, state))[0]:
+                due[id(tries)] = waiting, state
+        for _, state in due.values():
+            state.tried = True
+
+    def _plan(self, state: ControllerState, offers: Sequence[Offer], limits: StepLimits, found: Tree) -> Plan:
         best, taken, fresh = state.ready[1], None, None
         state.gains = gains = {OfferKind.LOOKUP: best}
         for offer in offers:
@@ -150,31 +166,28 @@ class Adaptive(Controller):
                 kind = offer.key.kind
                 known = state.gain.get(offer.key)
                 gain = max(gains.values()) + 1.0 if known is None else known
-                gain -= self._price_of(state, offer.key)
+                gain -= self._price_of(state, offer)
                 gains[kind] = max(gain, gains.get(kind, gain))
                 if gain > best:
                     best, taken = gain, offer
-                if kind is OfferKind.FRESH:
+                if state.tried and kind is OfferKind.FRESH:
                     fresh = offer
-        tries = state.tries if sequences == 1 else state.method.tries
-        if fresh is not None:
-            tries.since += 1
-        state.tried = fresh is not None and tries.since > tries.patience * sequences
-        if state.tried:
-            taken = fresh
+        taken = fresh or taken
         if taken is not None and taken.step_ms:
             limits = limits._replace(budget=self._stopping(limits.budget, taken, state))
         return Plan(limits, found, (taken,) if taken else ())
 
-    def _price_of(self, state: ControllerState, key: OfferKey) -> float:
+    def _price_of(self, state: ControllerState, offer: Offer) -> float:
         """Return the tokens that a drafter's call costs one request.
 
         Requests share the price of a call by what it promises them, and take it if it pays for all of them together.
+        Rows that wait serve later drafts too, so that each pays a part of them.
         """
-        call = key.drafter, key.kind
+        call = offer.key.drafter, offer.key.kind
         price = self._rate * self._costs.call_ms(call, self._users[call])
-        value, total = self._value(state, key), self._values[call]
-        return price * value / total if value > 0 else price
+        value, total = self._value(state, offer.key), self._values[call]
+        rows = self._rate * self._costs.row_ms(offer.key.drafter) * offer.waiting / _SHARE
+        return rows + (price * value / total if value > 0 else price)
 
     def _stopping(self, budget: Budget, offer: Offer, state: ControllerState) -> Budget:
         """Return a budget that ends a draft where one more level would cost more tokens than it adds.
@@ -302,7 +315,8 @@ class Adaptive(Controller):
         count = sum(drafted) if self._verifying.packed else max(drafted)
         rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
         gained = sum([len(step.outcome.path) for step in steps if step.outcome is not None])
-        account.speculative(spent_ms, 1 + gained / batch.sequences, table[1], rows_ms + sum(shares_ms))
+        tokens, added_ms = 1 + gained / batch.sequences, rows_ms + sum(shares_ms)
+        account.speculative(spent_ms, tokens, table[1], added_ms, times.catch_up_ms)
         for step, nodes, ms in zip(steps, drafted, shares_ms, strict=True):
             added_ms = rows_ms * nodes / max(sum(drafted), 1) + ms
             if (outcome := step.outcome) is not None and outcome.error is None:

@@ -28,10 +28,10 @@ _CREDIT = 1.0625
 """Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _PREMIUM, _MARGIN, _FIRST_BALANCE, _MOST_SAVED, _MOST_OWED = 0.005, 0.01, 1.0, 8.0, 1.0
-"""Of a batch's account, in plain steps: what a plain step earns, what a speculative step has to gain, and the first
+"""Of a batch's account, in plain steps: the premium of a plain step, the least gain of a speculative one, and the first
 balance, the largest, and the debt."""
 _SETTLED = 4
-"""Latest plain steps whose mean time gains are compared with. Others are seconds away, and the machine's speed drifts."""
+"""Latest plain steps whose mean time gains are compared with. The machine's speed drifts within seconds."""
 _FIRST_AUDIT, _LONGEST_AUDIT = 8, 256
 """Speculative steps of a batch before a plain one, whose time corrects what gains are compared with."""
 
@@ -91,7 +91,8 @@ class Account:
     Tokens and time of whole steps are measured, and compared with measured plain steps. If the balance is used up,
     steps are plain, and each earns a small premium until speculation can be tried again. So where estimates are wrong,
     too, speculation loses little more than the premium. Speculation that gains is audited: now and then a step is
-    plain, since the machine's load changes, less often the longer the account is half full.
+    plain, since the machine's load changes, less often the longer the account is at least half full. A speculative step
+    has to gain a small margin, since noise would otherwise keep steps that gain nothing.
 
     balance: in plain steps.   speculated: speculative steps since the latest plain one.   audit: those before the next.
     plain:   mean time of plain steps over its estimate, which follows the machine's load.   plain_steps: their number.
@@ -119,17 +120,19 @@ class Account:
         self.plain += (counted - self.plain) / self.plain_steps
         self._add(_PREMIUM)
 
-    def speculative(self, ms: float, tokens: float, estimate_ms: float, added_ms: float) -> None:
+    def speculative(
+        self, ms: float, tokens: float, estimate_ms: float, added_ms: float, catch_up_ms: float = 0.0
+    ) -> None:
         """Add the gain of a speculative step, which brought `tokens` tokens a request.
 
         estimate_ms, added_ms: estimates of a plain step, and of what this one takes longer. An interrupted step counts
-        as twice what such a step should take, or others have taken.
+        as twice what such a step should take, or others have taken.   catch_up_ms: of rows put off, beside `ms`.
         """
         self.speculated += 1
         plain_ms = self.plain * estimate_ms
         usual_ms = max(self.speculative_ms.ms or 0.0, plain_ms + added_ms)
         self.speculative_ms.add(ms)
-        self._add(tokens - min(ms, _OUTLIER * usual_ms) / plain_ms - _MARGIN)
+        self._add(tokens - (min(ms, _OUTLIER * usual_ms) + catch_up_ms) / plain_ms - _MARGIN)
 
     def _add(self, plain_steps: float) -> None:
         self.balance = min(max(self.balance + plain_steps, -_MOST_OWED), _MOST_SAVED)
@@ -211,12 +214,16 @@ class MethodStatistics:
         return self._accounts.get(key, lambda: self._opened(*key))
 
     def _opened(self, sequences: int, own: int, methods: str) -> Account:
-        """Return an account for a new size of batches, with no larger a balance than that of the nearest size."""
-        nearest = min(
-            [(abs(number - sequences), account.balance) for (number, _, names), account in self._accounts.items()
-             if names == methods], default=(0, _FIRST_BALANCE),
-        )  # fmt: skip
-        return Account(min(nearest[1], _FIRST_BALANCE))
+        """Return an account for a new size of batches, with no larger a balance than that of the nearest size.
+
+        It has no debt: one plain step, and speculation is tried. A single sequence needs no account.
+        """
+        known = [
+            (abs(number - sequences), account.balance)
+            for (number, others, names), account in self._accounts.items()
+            if names == methods and number > 1 and number - others == sequences - own
+        ]
+        return Account(min(max(min(known)[1], 0.0), _FIRST_BALANCE) if known else _FIRST_BALANCE)
 
     def state_of(self, request: Request) -> ControllerState:
         """Return the state of a request, which begins with its method's experience."""
@@ -273,6 +280,7 @@ class StepCosts:
 
     def __init__(self, most: int = MOST_METHODS) -> None:
         self._calls: LruCache[Call, CallTimes] = LruCache(most)
+        self._rows: LruCache[str, Mean] = LruCache(most)
         self._offers: LruCache[str, Mean] = LruCache(most)
         self._host: LruCache[tuple[int, str], HostTimes] = LruCache(most)
 
@@ -283,6 +291,10 @@ class StepCosts:
     def call_ms(self, call: Call, users: int = 1) -> float:
         """Return the expected time of a drafter call for so many requests; 0 if it is unknown."""
         return self._calls.get(call, CallTimes).ms(users)
+
+    def row_ms(self, drafter: str) -> float:
+        """Return the time of a row that a drafter had put off; 0 if it is unknown."""
+        return self._rows.get(drafter, Mean).ms or 0.0
 
     def shares_ms(self, batch: Batch) -> list[float]:
         """Learn from the times of a step, and return what each of the batch's speculating requests caused.
@@ -303,6 +315,9 @@ class StepCosts:
         made_ms = {
             call: self._calls.get(call, CallTimes).add(max(users[call], 1), ms) for call, ms in times.made_ms.items()
         }
+        waited = [offer for step in everyone for offer in step.plan.make if offer.waiting]
+        for drafter in {offer.key.drafter for offer in waited}:
+            self._rows.get(drafter, Mean).add(times.catch_up_ms / sum([offer.waiting for offer in waited]))
         host.speculative.add(times.host_ms)
         host.speculating += (FAST if host.speculating else 1.0) * (count - host.speculating)
         speculating = [step for step in batch.steps if step.plan.speculates]

@@ -104,7 +104,7 @@ class TreeMaker(Drafter):
         """Return a fresh draft, and resampling if steps of the last draft remain."""
         if not self.ready(seq):
             return ()
-        fresh = Offer(self._fresh, maker=self, step_ms=self.step_ms)
+        fresh = Offer(self._fresh, maker=self, step_ms=self.step_ms, waiting=max(self.waiting(seq), 0))
         steps = self.remaining(seq)
         if not steps:
             return (fresh,)
@@ -121,8 +121,12 @@ class TreeMaker(Drafter):
     def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> Sequence[Tree]:
         """Return a tree for each sequence within its budget, rooted at its last token."""
 
-    def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:  # noqa: B027 (as above)
+    def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:
         """Compute rows that fresh drafts within these budgets need, but those of the draft's own call."""
+
+    def waiting(self, seq: Request) -> int:
+        """Return how many rows of `seq` `catch_up` would compute; 0 or less for none."""
+        return 0
 
     def ready(self, seq: Request) -> bool:
         """True if it could draft for `seq` now."""

@@ -29,12 +29,12 @@ from redraft.lru import LruCache
 from redraft.names import DRAFT
 from redraft.runtime.drafters.candidate_noise import ChainProposal
 from redraft.runtime.drafters.decoder_call import DraftCall
-from redraft.runtime.drafters.engine import CATCH_UP, EngineDrafter
+from redraft.runtime.drafters.engine import CATCH_UP, MOST_WAITING, EngineDrafter
 from redraft.runtime.drafters.growing_tree import Chain, GrowingTree
 from redraft.runtime.requests.request import Request
 from redraft.runtime.steps.verifier import WARM_SLOTS, Verifier
 from redraft.runtime.trees.tree import root_only, within
-from redraft.types import Budget, DraftTree, Draws, FloatArray, Tree
+from redraft.types import Budget, DraftTree, Draws, FloatArray, Outcome, Tree
 
 STEP_COUNTS = (1, 2, 4, 8, 16)
 """Levels of one work."""
@@ -98,6 +98,15 @@ class DecoderDrafter(EngineDrafter):
     def prefilled(self, seq: Request, slot: int, start: int, tokens: int) -> None:
         """Compute the rows of the prompt so far that may not wait."""
         self._catch_up(seq, slot, start + tokens, self._most_waiting)
+
+    def accept(self, seq: Request, tree: Tree, outcome: Outcome) -> None:
+        """Compute rows of a request that does not draft before too many wait for one step."""
+        if seq.finish_reason is None:
+            self._catch_up(seq, seq.slot, len(seq.tokens), MOST_WAITING)
+
+    def waiting(self, seq: Request) -> int:
+        computed: int = seq.drafting[self].cache_len
+        return len(seq.tokens) - computed - CATCH_UP
 
     def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:
         for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):

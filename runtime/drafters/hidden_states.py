@@ -48,6 +48,10 @@ class HiddenStateDrafter(PendingFeatures, OneCallDrafter):
         seq.drafting[self].pending += tokens
         self._catch_up(seq, slot, self._most_waiting)
 
+    def waiting(self, seq: Request) -> int:
+        pending: int = seq.drafting[self].pending
+        return pending - CATCH_UP
+
     def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:
         for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
             if budget.nodes:

@@ -26,6 +26,10 @@ class Chunk(NamedTuple):
     tokens: int
 
 
+MOST_CATCH_UP = 256
+"""Rows that drafters may catch up in one step, or those of one request."""
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Milliseconds of a step's parts, for the whole batch. Work on a device counts if the verifier waited for it.
@@ -99,6 +103,7 @@ class Batch:
     rows:      rows of the call that other controllers' trees take, roots included.
     widest:    nodes of their largest tree.
     everyone:  steps of all requests in the call, those of other controllers included.
+    waiting:   rows that drafters may still catch up in this step.
     """
 
     steps: list[RequestStep]
@@ -110,6 +115,7 @@ class Batch:
     widest: int = 1
     times: StepTimes = field(default_factory=StepTimes)
     everyone: list[RequestStep] = field(default_factory=list)
+    waiting: int = MOST_CATCH_UP
 
     def __post_init__(self) -> None:
         self.everyone = self.everyone or self.steps
@@ -150,8 +156,19 @@ class Batch:
         branches = limits.branches and (most is None or most.width > 1)
         found = StepLimits(fitting, request.num_computed_tokens, branches, limits.block_rows)
         with drafting(request):
-            return found, self._checked(request, speculation.drafter.offers(request, fitting))
+            offers = self._checked(request, speculation.drafter.offers(request, fitting))
+            return found, [offer for offer in offers if self._may_wait(offer)]
         return NO_TREE, ()
+
+    def _may_wait(self, offer: Offer) -> bool:
+        """True unless an offer has more waiting rows than this step may still compute, and others have some too.
+
+        All requests wait for these rows. Those that are left out have their turn in a later step.
+        """
+        if 0 < offer.waiting > self.waiting < MOST_CATCH_UP:
+            return False
+        self.waiting -= offer.waiting
+        return True
 
     def _checked(self, request: Request, offers: Sequence[Offer]) -> Sequence[Offer]:
         for offer in offers:

@@ -27,6 +27,7 @@ class Offer:
     tree:    the ready tree; None if `maker` has to make it, in a call whose cost the controller knows.
     step_ms: milliseconds of one more level, if the maker stops where a budget says so; 0 if all levels cost the same.
     joins:   of a resampled tree: true if the same step may draft anew too, and verify both trees as one.
+    waiting: of a fresh draft: rows that the maker has put off, and computes first.
     """
 
     key: OfferKey
@@ -34,6 +35,7 @@ class Offer:
     maker: TreeMaker | None = None
     step_ms: float = 0.0
     joins: bool = False
+    waiting: int = 0
 
 
 class StepLimits(NamedTuple):

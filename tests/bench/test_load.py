@@ -12,7 +12,18 @@ from tests.runtime.fakes import FakeEngine, engine_of, greedy, know_costs, make_
 
 from redraft.bench import load
 from redraft.bench.compare import Settings
-from redraft.bench.load import BLOCKS, TURNS, Block, Served, Traffic, measure, requests_of_blocks, summarise, table, waits
+from redraft.bench.load import (
+    BLOCKS,
+    TURNS,
+    Block,
+    Served,
+    Traffic,
+    measure,
+    requests_of_blocks,
+    summarise,
+    table,
+    waits,
+)
 from redraft.runtime import RequestError, Runtime
 from redraft.runtime.observe.metrics import Clock
 from redraft.runtime.requests.request import Request
@@ -101,7 +112,9 @@ def test_different_prompts_run_at_once_and_no_request_finds_rows(monkeypatch: py
     monkeypatch.setattr(load, "spread", lambda most, count: [most] * count)  # else few prompts are left to choose from
     lines: list[str] = []
     with make_runtime(max_num_seqs=2) as runtime:
-        blocks = measure(dict.fromkeys(("none", "ngram"), runtime), PROMPTS, Settings(greedy(12)), progress=lines.append)
+        blocks = measure(
+            dict.fromkeys(("none", "ngram"), runtime), PROMPTS, Settings(greedy(12)), progress=lines.append
+        )
     order = [line.rpartition(" ")[2] for line in lines if "block" in line]
     assert order == ["none", "ngram", "ngram", "none"] * (BLOCKS // 2)
     assert max(most) == 2
@@ -118,13 +131,11 @@ def test_different_prompts_run_at_once_and_no_request_finds_rows(monkeypatch: py
     assert figures["ngram"]["num_draft_tokens"] > 0
 
 
-@pytest.mark.parametrize(("prompts", "count"), [(5, BLOCKS), (6 * TURNS * BLOCKS, 3 * BLOCKS)])
-def test_blocks_have_every_prompt_and_are_more_if_there_are_more_prompts(prompts: int, count: int) -> None:
+@pytest.mark.parametrize(("prompts", "size"), [(5, 2 * TURNS), (108, 18)])
+def test_blocks_have_every_prompt(prompts: int, size: int) -> None:
     blocks = requests_of_blocks(prompts, batch=2)
-    assert [len(block) for block in blocks] == [2 * TURNS] * count
+    assert [len(block) for block in blocks] == [size] * BLOCKS
     assert {one for block in blocks for one in block} == set(range(prompts))
-    long = requests_of_blocks(prompts, batch=2, long=True)
-    assert [len(block) for block in long] == [2 * TURNS * count // BLOCKS] * BLOCKS
 
 
 def test_runtimes_decode_a_block_at_once_by_clocks_of_their_own(ticking: None) -> None:
@@ -140,13 +151,29 @@ def test_runtimes_decode_a_block_at_once_by_clocks_of_their_own(ticking: None) -
 
 
 def test_a_failed_request_ends_the_blocks_of_all_runtimes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other runtime cannot end its first call before it is stopped, and then begins no further request."""
     know_costs(monkeypatch)
-    with make_runtime() as first, make_runtime() as second:
-        engine_of(second.verifier).fail = lambda: 1 / 0  # type: ignore[method-assign]
-        second.generate = lambda *given: []  # type: ignore[method-assign]
+    stopped, begun, stop = threading.Event(), list[object](), Traffic.stop
+
+    def stopping(self: Traffic, error: BaseException) -> None:
+        stop(self, error)
+        if self._runtime is other:
+            stopped.set()
+
+    with make_runtime() as failing, make_runtime() as other:
+        monkeypatch.setattr(Traffic, "stop", stopping)
+        monkeypatch.setattr(failing, "generate", lambda *given: [])
+        engine_of(failing.verifier).fail = lambda: 1 / 0  # type: ignore[method-assign]
+        other.generate(PROMPTS, greedy(2), "none")
+        monkeypatch.setattr(other, "generate", lambda *given: [])
+        engine_of(other.verifier).fail = lambda: stopped.wait(10)  # type: ignore[method-assign]
+        submit = other.submit
+        monkeypatch.setattr(other, "submit", lambda *given, **options: begun.append(1) or submit(*given, **options))
         with pytest.raises(RequestError, match="division"):
-            measure({"none": first, "ngram": second}, PROMPTS, Settings(greedy(4)))
-        assert first.health.requests == second.health.requests == 0
+            measure({"ngram": failing, "none": other}, PROMPTS, Settings(greedy(4)))
+        while other.health.requests:
+            time.sleep(0.01)
+        assert len(begun) == 1
 
 
 def test_lengths_are_spread_from_half_to_all() -> None:

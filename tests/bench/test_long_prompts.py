@@ -93,7 +93,8 @@ def test_methods_take_turns_and_have_the_texts_of_their_misses(monkeypatch: pyte
     with make_runtime(max_model_len=400, max_num_seqs=2) as runtime:
         runtime.generate(PROMPTS, greedy(2), ["none", "ngram"] * 2)
         found = measure(runtime, PROMPTS, ["ngram"], Settings(greedy(6, temperature=0.8)), 96, lines.append)
-    assert [line.rpartition(" ")[2] for line in lines] == ["none", "ngram", "ngram", "none"] * (REPEATS // 2)
+    turns = [line.rpartition(" ")[2] for line in lines if "warming" not in line]
+    assert turns == ["none", "ngram", "ngram", "none"] * (REPEATS // 2)
     figures = summarise(found)
     assert [figures[method]["differing_hits"] for method in figures] == [0, 0]
     assert [figures[method]["cached_tokens"] for method in figures] == [48, 48]

@@ -59,6 +59,19 @@ def test_a_turn_lasts_for_its_window_and_its_clock_for_its_turns(monkeypatch: py
     assert waiting.wait(10)
 
 
+def test_nobody_steps_while_turns_are_held_and_all_after_their_end() -> None:
+    turns, first, second = Turns(), Stepping(), Stepping()
+    one, other = turns.of(first), turns.of(second)
+    with turns.held():
+        begun = entered(one)
+        assert not begun.wait(0.05)
+    assert begun.wait(10)
+    waiting = entered(other)  # the first one keeps its turn, as a runtime that is closed does
+    assert not waiting.wait(0.05)
+    turns.end()
+    assert waiting.wait(10)
+
+
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_a_runtime_that_fails_or_has_no_requests_keeps_no_turn(error: type[Exception] | None) -> None:
     turns, first, second = Turns(), Stepping(), Stepping()

@@ -21,7 +21,7 @@ from redraft.runtime.controllers.mixed import controller_of
 from redraft.runtime.requests.batch import StepTimes
 from redraft.runtime.trees.offers import Offer, OfferKey, Plan, Speculation
 from redraft.types import NO_SPECULATION, Budget, Costs, OfferKind
-from tests.runtime.drafts import DRAFTER, Offered, chain, offers, outcome, sequence
+from tests.runtime.drafts import DRAFTER, MAKER, Offered, chain, offers, outcome, sequence
 
 LENGTH, LOOKUP_MS, HOST_MS = 8, 0.02, 0.1
 Acceptance = tuple[float, float]
@@ -203,6 +203,48 @@ def test_batches_with_requests_of_other_controllers_have_accounts_of_their_own()
     assert statistics.account(batch.part(batch.steps[:2])).plain == 1.0
 
 
+def test_a_new_size_of_batches_begins_with_the_balance_of_the_nearest_but_without_debt() -> None:
+    statistics, requests = MethodStatistics(), [sequence() for _ in range(8)]
+
+    def account(sequences: int) -> Account:
+        return statistics.account(Offered.of(requests[:sequences], [None] * sequences))
+
+    account(1).balance = 0.1  # a single sequence has no use for it
+    assert account(2).balance == 1.0
+    account(2).balance = 0.4
+    account(8).balance = -0.7
+    assert account(3).balance == 0.4
+    assert account(7).balance == 0.0
+    account(7).balance = 5.0
+    assert account(6).balance == 1.0
+
+
+def test_an_account_is_audited_often_until_it_is_half_full() -> None:
+    account, audits = Account(), []
+    while len(audits) < 6:
+        speculated = 0
+        while not account.closed:
+            account.speculative(10.0, 1.06, estimate_ms=10.0, added_ms=0.0)
+            speculated += 1
+        audits.append(speculated)
+        account.audited(10.0, 10.0)
+    assert audits == [8, 8, 8, 8, 8, 8]
+    account.balance = 4.0
+    account.audited(10.0, 10.0)
+    while not account.closed:
+        account.speculative(10.0, 1.06, estimate_ms=10.0, added_ms=0.0)
+    account.audited(10.0, 10.0)
+    assert account.audit == 16
+
+
+def test_steps_that_gain_less_than_the_margin_use_the_account_up() -> None:
+    account, steps = Account(), 0
+    while account.balance > 0:
+        account.speculative(10.0, 1.0, estimate_ms=10.0, added_ms=0.0)
+        steps += 1
+    assert 90 < steps < 110
+
+
 def test_an_account_pays_for_steps_whose_estimates_are_far_too_low() -> None:
     account, steps = Account(), 0
     while not account.closed:
@@ -217,3 +259,58 @@ def test_an_account_takes_steps_that_took_no_time() -> None:
     account.audited(0.0, 10.0)
     account.speculative(0.0, 1.0, estimate_ms=10.0, added_ms=1.0)
     assert not account.closed
+
+
+def waiting_offers(*waiting: int) -> list[list[Offer]]:
+    """Return a fresh draft of each request, whose drafter has put off so many rows."""
+    return [[Offer(OfferKey(DRAFTER, OfferKind.FRESH), maker=MAKER, waiting=rows)] for rows in waiting]
+
+
+def test_of_a_batch_the_request_with_the_fewest_waiting_rows_tries_a_draft_that_does_not_pay() -> None:
+    controller, requests, tried = Adaptive(costs(3)), [sequence() for _ in range(3)], list[int]()
+    controller.expect(DRAFTER, Costs(1000.0, 0.0))
+    for _ in range(40):
+        batch = Offered.of(requests, waiting_offers(80, 0, 200))
+        controller.plan(batch)
+        drafted = [slot for slot, step in enumerate(batch.steps) if step.plan.make]
+        for slot in drafted:
+            batch.steps[slot].made = [(batch.steps[slot].plan.make[0], chain(0.5))]
+        controller.cut(batch)
+        tried += drafted
+    assert len(tried) > 3
+    assert set(tried) == {1}
+
+
+def test_rows_that_wait_have_a_price_which_later_drafts_share() -> None:
+    """A row takes 1 ms. Drafts pay for requests that have few rows waiting, and for none that has many."""
+    controller, requests = Adaptive(costs(2)), [sequence() for _ in range(2)]
+    controller.expect(DRAFTER, Costs(0.5, 0.0))
+    drafted = []
+    for _ in range(60):
+        batch = Offered.of(requests, waiting_offers(2, 900))
+        controller.plan(batch)
+        drafted = [bool(step.plan.make) for step in batch.steps]
+        for step in batch.steps:
+            step.made = [(offer, chain(0.9, 0.9)) for offer in step.plan.make]
+        controller.cut(batch)
+        waited = sum(offer.waiting for step in batch.steps for offer in step.plan.make)
+        for step in batch.steps:
+            step.outcome = outcome(step.tree, len(step.tree) - 1)  # type: ignore[arg-type]
+        batch.times = StepTimes(0.0, {}, row_ms(2), HOST_MS, catch_up_ms=float(waited))
+        controller._methods.account(batch).balance = 8.0
+        controller.observe(batch)
+    assert drafted == [True, False]
+
+
+def test_an_account_pays_for_rows_that_waited() -> None:
+    controller, requests = Adaptive(costs(2)), [sequence() for _ in range(2)]
+    balances = []
+    for caught_up_ms in (0.0, 10.8):
+        batch = Offered.of(requests, waiting_offers(1, 1))
+        controller.plan(batch)
+        for step in batch.steps:
+            step.outcome = outcome(step.tree, 0)  # type: ignore[arg-type]
+        batch.times = StepTimes(0.0, {}, row_ms(2), 0.0, caught_up_ms)
+        controller.observe(batch)
+        balances.append(controller._methods.account(batch).balance)
+    assert balances[0] - balances[1] == pytest.approx(1.01)

@@ -25,6 +25,7 @@ from redraft.errors import UsageError
 from redraft.methods.lyanna_token_info import lookup
 from redraft.noise_spec import DRAWN
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.drafters import engine
 from redraft.runtime.drafters.base import Pair
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
@@ -246,6 +247,42 @@ def test_several_sequences_put_off_the_rows_of_prompts_until_they_draft(
         assert len(calls) == 2 - max_num_seqs
         drafter.catch_up(batch, [FULL])
         assert calls == [names.DRAFT]
+        check_state(runtime, reference, batch)
+
+
+def test_rows_that_wait_move_to_other_slots_and_requests(opened: Open) -> None:
+    """A request moves when the one before it ends. Its rows then serve a third, which begins with the same tokens."""
+    with pair(opened, 2) as (runtime, reference):
+        first, second = request([5, 6, 7]), request([3, 4] * 38)
+        first.limit, second.limit = 6, 80
+        loop, batch = admitted(runtime, [first, second])
+        while first in batch:
+            loop.step()
+        assert batch == [second]
+        assert second.drafting[lyanna_of(runtime)].pending > CATCH_UP
+        check_state(runtime, reference, batch)
+        runtime.forget_prefixes()
+
+        second, third = request([3, 4] * 38), request([3, 4] * 36 + [9, 8, 7])
+        second.limit = 80
+        loop, batch = admitted(runtime, [second], {id(second): [], id(third): []})
+        while loop.busy:
+            loop.step()
+        third.speculation = second.speculation
+        loop.add(third)
+        while third not in batch:
+            loop.step()
+        assert third.cached_tokens == CATCH_UP
+        assert third.drafting[lyanna_of(runtime)].pending > CATCH_UP
+        check_state(runtime, reference, batch)
+
+
+def test_only_so_many_rows_of_a_prompt_wait(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MOST_WAITING", 72)
+    with pair(opened, 2) as (runtime, reference):
+        _, batch = admitted(runtime, [request([3, 4] * 38), request([3, 4] * 35)])
+        waiting = [seq.drafting[lyanna_of(runtime)].pending for seq in batch]
+        assert waiting == [75 - CATCH_UP, 69]
         check_state(runtime, reference, batch)
 
 
