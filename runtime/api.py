@@ -13,6 +13,7 @@ from redraft.engines import Bundle, check_max_num_seqs, open_bundle, open_device
 from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
 from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.controllers.experience import Gain
 from redraft.runtime.drafters.synthetic import Acceptance
 from redraft.runtime.generation import Generation, RequestError
 from redraft.runtime.loop.decode_loop import DecodeLoop, Health
@@ -273,6 +274,14 @@ class Runtime:
         """The state of the decode loop: its requests, and the time since a step made progress."""
         self._check_open()
         return self._thread.loop.health
+
+    @property
+    def gain(self) -> Gain:
+        """Measured time of steps whose drafts adapt, and the time in which plain steps would have brought their tokens.
+
+        Steps with drafts of a fixed budget or a rule do not count, since nothing measures plain steps for them.
+        """
+        return self._speculation.gain
 
     def step_within(self, block: AbstractContextManager[object]) -> None:
         """Enter `block` for each step and the deliveries of its outputs, in the loop's thread, from now on.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from redraft.runtime.controllers.base import Controller, merged_ready
 from redraft.runtime.controllers.calibration import FAST, SLOW
 from redraft.runtime.controllers.cost import VerifyCosts
-from redraft.runtime.controllers.experience import ControllerState, Experience, MethodStatistics, StepCosts
+from redraft.runtime.controllers.experience import ControllerState, Experience, Gain, MethodStatistics, StepCosts
 from redraft.runtime.controllers.probes import Probes
 from redraft.runtime.controllers.sizes import Ranking, TreeShares, best_first, ranked_shares
 from redraft.runtime.trees.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
@@ -70,6 +70,8 @@ class Adaptive(Controller):
     def __init__(self, verifying: VerifyCosts) -> None:
         self._verifying = verifying
         self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=verifying.largest - 1)
+        self.gain = Gain()
+        """Of all steps in which no other controller drafted."""
         self._methods = MethodStatistics()
         self._costs = StepCosts()
         self._probes = Probes()
@@ -309,8 +311,10 @@ class Adaptive(Controller):
         spent_ms = times.verified_ms + times.host_ms + sum(times.made_ms.values())
         table = self._priced
         if not steps:
+            self._note_gain(batch, spent_ms, spent_ms)
             account.audited(spent_ms, table[1])
             return
+        self._note_gain(batch, spent_ms, account.plain_ms(table[1]))
         drafted = [len(step.tree) - 1 for step in steps]
         count = sum(drafted) if self._verifying.packed else max(drafted)
         rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
@@ -321,6 +325,13 @@ class Adaptive(Controller):
             added_ms = rows_ms * nodes / max(sum(drafted), 1) + ms
             if (outcome := step.outcome) is not None and outcome.error is None:
                 self._learn(step, outcome, (table[1] + batch.sequences * added_ms) / table[1])
+
+    def _note_gain(self, batch: Batch, spent_ms: float, plain_ms: float) -> None:
+        """Add a step to the gain, given the time of a plain step of the batch."""
+        others = batch.sequences - len(batch.steps)
+        if not others or _nodes(batch.everyone) - _nodes(batch.steps) == others:
+            tokens = sum([len(step.tokens) for step in batch.everyone]) / batch.sequences
+            self.gain = self.gain.after(spent_ms, plain_ms * tokens)
 
     def _learn(self, step: RequestStep, outcome: Outcome, plain_steps: float) -> None:
         """Learn from a request's speculative step, whose cost counts as so many plain steps."""
@@ -341,3 +352,7 @@ class Adaptive(Controller):
             state.waiting = state.pause
         else:
             state.pause = 0
+
+
+def _nodes(steps: Sequence[RequestStep]) -> int:
+    return sum([len(step.tree) for step in steps])

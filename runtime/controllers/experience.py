@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -84,6 +84,21 @@ class Mean:
         return counted_ms
 
 
+class Gain(NamedTuple):
+    """Measured time of steps, and the time in which plain steps would have brought their tokens, in milliseconds.
+
+    The time of plain steps follows those of the same batch size that were measured (`Account`). Before the first one,
+    it is the verifier's call alone, without the host's work, so that the gain is underestimated.
+    """
+
+    spent_ms: float = 0.0
+    plain_ms: float = 0.0
+
+    def after(self, spent_ms: float, plain_ms: float) -> Gain:
+        """Return the sums after one more step."""
+        return Gain(self.spent_ms + spent_ms, self.plain_ms + plain_ms)
+
+
 @dataclass(slots=True)
 class Account:
     """Gains of speculation in batches of one size, in plain steps of such a batch. It must not be overdrawn.
@@ -111,6 +126,10 @@ class Account:
         """True if the next step has to be a plain one."""
         return self.balance <= 0 or self.speculated >= self.audit
 
+    def plain_ms(self, estimate_ms: float) -> float:
+        """Return the time of a plain step, given its estimate."""
+        return self.plain * estimate_ms
+
     def audited(self, ms: float, estimate_ms: float) -> None:
         """Learn the time of a plain step, and add its premium."""
         gains = self.balance >= _MOST_SAVED / 2
@@ -129,7 +148,7 @@ class Account:
         as twice what such a step should take, or others have taken.   catch_up_ms: of rows put off, beside `ms`.
         """
         self.speculated += 1
-        plain_ms = self.plain * estimate_ms
+        plain_ms = self.plain_ms(estimate_ms)
         usual_ms = max(self.speculative_ms.ms or 0.0, plain_ms + added_ms)
         self.speculative_ms.add(ms)
         self._add(tokens - (min(ms, _OUTLIER * usual_ms) + catch_up_ms) / plain_ms - _MARGIN)

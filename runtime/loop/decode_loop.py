@@ -34,6 +34,8 @@ class Health(NamedTuple):
     prefixes:           slots whose rows belong to requests that have ended.
     idle_seconds:       since a step made progress; 0 if there is nothing to do.
     error:              of the latest step that failed; None after one that did not.
+    kv_usage:           share of the KV rows of requests that is filled, from 0 to 1. Prefixes make room, so theirs do
+                        not count.
     """
 
     requests: int
@@ -41,6 +43,7 @@ class Health(NamedTuple):
     prefixes: int
     idle_seconds: float
     error: RedraftError | None
+    kv_usage: float
 
 
 class DecodeLoop:
@@ -236,7 +239,10 @@ class DecodeLoop:
         """The loop's state now."""
         requests = len(self.scheduler)
         idle = time.monotonic() - self._progress if requests else 0.0
-        return Health(requests, self.scheduler.waiting, self.scheduler.slots.prefixes, idle, self._error)
+        scheduler = self.scheduler
+        return Health(
+            requests, scheduler.waiting, scheduler.slots.prefixes, idle, self._error, scheduler.kv_usage
+        )  # fmt: skip
 
 
 def calls_of(steps: Iterable[RequestStep]) -> list[MakerCall]:

@@ -91,6 +91,12 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def kv_usage(self) -> float:
+        """Share of the rows that requests may have which is filled."""
+        most = min(self._max_rows, self._verifier.max_num_seqs * self._verifier.max_model_len)
+        return sum([one.num_computed_tokens for one in self._active]) / most
+
+    @property
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
         with self._lock:

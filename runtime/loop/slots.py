@@ -9,6 +9,7 @@ takes over rows of another one has the text that it would have without them.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class Slots:
         source, rows = self._longest(request)
         target = self._target(source)
         request.slot = target
+        request.admitted = request.admitted or time.perf_counter()
         request.num_computed_tokens = self._take_over(request, source, rows)
         request.cached_tokens = max(request.cached_tokens, min(request.num_computed_tokens, request.prompt_length))
         self.filling.append(request)

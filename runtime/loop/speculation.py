@@ -18,6 +18,7 @@ from redraft.methods import NONE, UNBUILT, find_method
 from redraft.runtime.controllers.adaptive import Adaptive
 from redraft.runtime.controllers.base import Controller, FixedBudget
 from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.controllers.experience import Gain
 from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import LengthRule
 from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
@@ -86,6 +87,11 @@ class SpeculationFactory:
     @property
     def _built(self) -> tuple[str, ...]:
         return tuple(self._bundle.manifest.drafters) if self._bundle is not None else ()
+
+    @property
+    def gain(self) -> Gain:
+        """The measured gain of the requests whose controller adapts."""
+        return self._adaptive.gain
 
     def close(self) -> None:
         """Release the drafters. Closing again does nothing."""

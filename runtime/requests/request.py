@@ -48,7 +48,8 @@ class Request:
     failures:       engine calls for it that failed, one after the other.
     sampled:        True while a step's tokens are chosen and not committed; its sampler cannot choose again.
     record:         called with each step before it is committed.   deliver: called with each output.
-    started, first_token: seconds when it was added, and when its first token was committed.
+    started, admitted, first_token: seconds of `time.perf_counter` when it was added, when it first got a slot, and when
+                    its first token was committed; 0 before.
     """
 
     tokens: list[int]
@@ -81,6 +82,7 @@ class Request:
     began: Clock = field(default_factory=Clock)
     ended: Clock = field(default_factory=Clock)
     started: float = 0.0
+    admitted: float = 0.0
     first_token: float = 0.0
 
     @property

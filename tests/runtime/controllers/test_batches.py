@@ -69,6 +69,7 @@ def tokens_a_ms(
         for slot, (step, (_, true)) in enumerate(zip(batch.steps, kinds, strict=True)):
             accepted = next((n for n in range(len(step.tree) - 1) if random.random() >= true), len(step.tree) - 1)
             step.outcome = outcome(step.tree, accepted)  # type: ignore[arg-type]
+            step.tokens = step.outcome.tokens
             tokens += 1 + accepted
             left[slot] -= 1 + accepted
             if left[slot] <= 0:
@@ -137,6 +138,29 @@ def test_a_request_that_gains_is_not_paused_by_the_rows_of_others() -> None:
     plain = FixedBudget(NO_SPECULATION)
     without = tokens_a_ms([fixed, fixed, fixed, plain], [BOASTING, BOASTING, BOASTING, GOOD], costs(4), 300)
     assert both > 1.25 * without
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 8])
+@pytest.mark.parametrize("kind", [GOOD, BOASTING], ids=["good", "boasting"])
+def test_the_gain_is_that_of_the_speed_over_plain_steps(kind: Acceptance, sequences: int) -> None:
+    verifying = costs(sequences)
+    controller = Adaptive(verifying)
+    speed = tokens_a_ms([controller] * sequences, [kind] * sequences, verifying, 400)
+    plain = sequences / (row_ms(sequences) + HOST_MS)
+    assert controller.gain.plain_ms / controller.gain.spent_ms == pytest.approx(speed / plain, rel=0.02)
+
+
+@pytest.mark.parametrize(("nodes", "counts"), [(0, True), (2, False)])
+def test_steps_in_which_another_controller_drafts_have_no_gain(nodes: int, counts: bool) -> None:
+    """Nothing measures plain steps of that controller. A request without drafts is part of a plain step."""
+    verifying = costs(2)
+    adaptive, fixed = Adaptive(verifying), FixedBudget(Budget(nodes, nodes, 1))
+    speed = tokens_a_ms([adaptive, fixed], [GOOD, GOOD], verifying, 200)
+    spent_ms, plain_ms = adaptive.gain
+    if counts:
+        assert plain_ms / spent_ms == pytest.approx(speed * (row_ms(2) + HOST_MS) / 2, rel=0.02)
+    else:
+        assert spent_ms < 0.2 * 200 * row_ms(2)  # those without a found chain for the other
 
 
 def drafting(sequences: int, draft_ms: float, share: float, steps: int = 600) -> float:

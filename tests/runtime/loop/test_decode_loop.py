@@ -246,6 +246,14 @@ def test_the_youngest_request_waits_when_rows_run_out_and_has_the_same_text() ->
     assert second.new_tokens == plain(mixing_rule, letters(30, 1), 70)
 
 
+def test_the_filled_share_is_of_the_rows_that_requests_may_have() -> None:
+    for rows, most in ((180, 180), (10_000, 3 * 400)):
+        loop = limited(rows)
+        loop.add(request(letters(20), 80))
+        loop.step()
+        assert loop.health.kv_usage == 19 / most
+
+
 def test_prefixes_are_dropped_before_a_request_waits() -> None:
     loop = limited(160)
     loop.run([request([98] * 60, 2), request([99] * 60, 2)])

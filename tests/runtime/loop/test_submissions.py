@@ -299,10 +299,26 @@ def test_a_loop_that_dies_while_it_admits_a_request_fails_that_one_too(
         runtime.submit([97], greedy(3)).result(30)
 
 
+def test_a_request_knows_when_it_was_admitted_and_how_full_the_rows_are() -> None:
+    """The second one waits for the slot of the first. Rows of prefixes do not count, since requests may have them."""
+    gate, reached = Gate(free=3), threading.Event()
+    with make_runtime(gate, max_model_len=100) as runtime:
+        first = runtime.submit([97, 98, 99], greedy(40), "none", on_output=lambda output: reached.set())
+        second = runtime.submit([98], greedy(40), "none")
+        assert reached.wait(30)
+        assert (second.request.admitted, runtime.health.waiting, runtime.health.kv_usage) == (0.0, 1, 0.03)
+        gate.opened.set()
+        first.result(30)
+        second.result(30)
+        assert first.request.started <= first.request.admitted <= first.request.first_token < second.request.admitted
+        assert runtime.health.prefixes == 1
+        assert runtime.health.kv_usage == 0.0
+
+
 def test_a_loop_that_hangs_is_not_healthy() -> None:
     gate = Gate(free=3)
     with make_runtime(gate, max_model_len=100) as runtime:
-        assert runtime.health == (0, 0, 0, 0.0, None)
+        assert runtime.health == (0, 0, 0, 0.0, None, 0.0)
         hanging = runtime.submit([97, 98, 99], greedy(8), "none")
         time.sleep(0.2)
         assert runtime.health.idle_seconds > 0.1
