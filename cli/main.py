@@ -11,7 +11,7 @@ import typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer exports only its leaves
 
 from redraft import __version__
-from redraft.cli import bench, build, chat, check, demo, doctor, generate, inspect, profile, replay, train
+from redraft.cli import bench, build, chat, check, demo, doctor, generate, inspect, profile, replay, top, train
 from redraft.errors import RedraftError
 from redraft.interrupts import interrupts_repeated
 from redraft.packages import extra_of
@@ -35,6 +35,7 @@ app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
 app.command("demo")(demo.demo)
+app.command("top")(top.top)
 app.command("doctor")(doctor.doctor)
 app.add_typer(check.app, name="check")
 app.add_typer(train.app, name="train")
