@@ -314,10 +314,12 @@ class Adaptive(Controller):
             self._note_gain(batch, spent_ms, spent_ms)
             account.audited(spent_ms, table[1])
             return
-        self._note_gain(batch, spent_ms, account.plain_ms(table[1]))
         drafted = [len(step.tree) - 1 for step in steps]
         count = sum(drafted) if self._verifying.packed else max(drafted)
-        rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
+        called_ms = table[min(1 + count, len(table) - 1)]
+        rows_ms = called_ms - table[1]
+        plain_ms = times.verified_ms * table[1] / called_ms + self._costs.plain_host_ms(batch)
+        self._note_gain(batch, spent_ms, plain_ms)
         gained = sum([len(step.outcome.path) for step in steps if step.outcome is not None])
         tokens, added_ms = 1 + gained / batch.sequences, rows_ms + sum(shares_ms)
         account.speculative(spent_ms, tokens, table[1], added_ms, times.catch_up_ms)

@@ -87,8 +87,8 @@ class Mean:
 class Gain(NamedTuple):
     """Measured time of steps, and the time in which plain steps would have brought their tokens, in milliseconds.
 
-    The time of plain steps follows those of the same batch size that were measured (`Account`). Before the first one,
-    it is the verifier's call alone, without the host's work, so that the gain is underestimated.
+    A plain step of the same batch takes the verifier's call of this step, scaled by the cost curve to one row a
+    sequence, and the host's mean time in such steps. So an error of the curve's level does not count.
     """
 
     spent_ms: float = 0.0
@@ -126,10 +126,6 @@ class Account:
         """True if the next step has to be a plain one."""
         return self.balance <= 0 or self.speculated >= self.audit
 
-    def plain_ms(self, estimate_ms: float) -> float:
-        """Return the time of a plain step, given its estimate."""
-        return self.plain * estimate_ms
-
     def audited(self, ms: float, estimate_ms: float) -> None:
         """Learn the time of a plain step, and add its premium."""
         gains = self.balance >= _MOST_SAVED / 2
@@ -148,7 +144,7 @@ class Account:
         as twice what such a step should take, or others have taken.   catch_up_ms: of rows put off, beside `ms`.
         """
         self.speculated += 1
-        plain_ms = self.plain_ms(estimate_ms)
+        plain_ms = self.plain * estimate_ms
         usual_ms = max(self.speculative_ms.ms or 0.0, plain_ms + added_ms)
         self.speculative_ms.add(ms)
         self._add(tokens - (min(ms, _OUTLIER * usual_ms) + catch_up_ms) / plain_ms - _MARGIN)
@@ -314,6 +310,10 @@ class StepCosts:
     def row_ms(self, drafter: str) -> float:
         """Return the time of a row that a drafter had put off; 0 if it is unknown."""
         return self._rows.get(drafter, Mean).ms or 0.0
+
+    def plain_host_ms(self, batch: Batch) -> float:
+        """Return the host's mean time in plain steps of such a batch; 0 before the first one."""
+        return self._host.get((batch.sequences, batch.methods), HostTimes).plain.ms or 0.0
 
     def shares_ms(self, batch: Batch) -> list[float]:
         """Learn from the times of a step, and return what each of the batch's speculating requests caused.

@@ -150,6 +150,23 @@ def test_the_gain_is_that_of_the_speed_over_plain_steps(kind: Acceptance, sequen
     assert controller.gain.plain_ms / controller.gain.spent_ms == pytest.approx(speed / plain, rel=0.02)
 
 
+@pytest.mark.parametrize(("sequences", "level"), [(1, 1.0), (1, 4.0), (4, 1.0)])
+def test_load_and_wrong_levels_change_the_gain_little(sequences: int, level: float) -> None:
+    """The costs that are known at first are `level` times the true ones, and the machine is twice as slow at times."""
+    random, calls, plain_ms = Random(3), count(), []
+
+    def loaded_ms(rows: int) -> float:
+        load = exp(random.gauss(0.0, 0.1)) * (1 + next(calls) // 150 % 2)
+        plain_ms.append(row_ms(sequences) * load + HOST_MS)
+        return row_ms(rows) * load
+
+    verifying = costs(sequences, ms=lambda rows: level * row_ms(rows))
+    controller = Adaptive(verifying)
+    speed = tokens_a_ms([controller] * sequences, [GOOD] * sequences, verifying, 400, loaded_ms)
+    gain = controller.gain.plain_ms / controller.gain.spent_ms
+    assert gain == pytest.approx(speed * sum(plain_ms) / len(plain_ms) / sequences, rel=0.1)
+
+
 @pytest.mark.parametrize(("nodes", "counts"), [(0, True), (2, False)])
 def test_steps_in_which_another_controller_drafts_have_no_gain(nodes: int, counts: bool) -> None:
     """Nothing measures plain steps of that controller. A request without drafts is part of a plain step."""
