@@ -316,10 +316,10 @@ class Adaptive(Controller):
             return
         drafted = [len(step.tree) - 1 for step in steps]
         count = sum(drafted) if self._verifying.packed else max(drafted)
-        called_ms = table[min(1 + count, len(table) - 1)]
-        rows_ms = called_ms - table[1]
-        plain_ms = times.verified_ms * table[1] / called_ms + self._costs.plain_host_ms(batch)
-        self._note_gain(batch, spent_ms, plain_ms)
+        rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
+        added_rows = count if self._verifying.packed else count * batch.sequences
+        plain_share = self._verifying.plain_share(batch.sequences, batch.sequences + added_rows)
+        self._note_gain(batch, spent_ms, times.verified_ms * plain_share + self._costs.plain_host_ms(batch))
         gained = sum([len(step.outcome.path) for step in steps if step.outcome is not None])
         tokens, added_ms = 1 + gained / batch.sequences, rows_ms + sum(shares_ms)
         account.speculative(spent_ms, tokens, table[1], added_ms, times.catch_up_ms)

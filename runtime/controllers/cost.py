@@ -115,6 +115,20 @@ class VerifyCosts:
         """Return the rows of a call over trees of these sizes."""
         return sum(sizes) if self.packed else len(sizes) * max(sizes)
 
+    def plain_share(self, sequences: int, rows: int) -> float:
+        """Return the part of a call's time that one row a sequence would take: at most as measured, and as estimated.
+
+        Estimates of sizes that were not called for long may be far off.
+        """
+        table = self.table_ms(sequences)
+        share = table[1] / table[min(rows - sequences + 1, len(table) - 1)]
+        curve = self.measured.get(sequences)
+        if curve is None:
+            return share
+        nodes, left = divmod(min(rows, sequences * self.largest), sequences)
+        before, after = curve.table_ms[nodes], curve.table_ms[min(nodes + 1, self.largest)]
+        return min(share, curve.table_ms[1] / (before + (after - before) * left / sequences))
+
     def observe(self, sequences: int, rows: int, ms: float) -> None:
         """Record a call over `rows` rows of `sequences` sequences."""
         self._calls.append((sequences, rows, ms))

@@ -87,8 +87,8 @@ class Mean:
 class Gain(NamedTuple):
     """Measured time of steps, and the time in which plain steps would have brought their tokens, in milliseconds.
 
-    A plain step of the same batch takes the verifier's call of this step, scaled by the cost curve to one row a
-    sequence, and the host's mean time in such steps. So an error of the curve's level does not count.
+    A plain step of the same batch takes the part of the verifier's call that one row a sequence would take, and the
+    host's mean time in such steps. Where measured and estimated costs differ, the smaller time counts.
     """
 
     spent_ms: float = 0.0

@@ -140,14 +140,23 @@ def test_a_request_that_gains_is_not_paused_by_the_rows_of_others() -> None:
     assert both > 1.25 * without
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("sequences", [1, 2, 8])
 @pytest.mark.parametrize("kind", [GOOD, BOASTING], ids=["good", "boasting"])
-def test_the_gain_is_that_of_the_speed_over_plain_steps(kind: Acceptance, sequences: int) -> None:
-    verifying = costs(sequences)
+def test_the_gain_is_that_of_the_speed_over_plain_steps(kind: Acceptance, sequences: int, packed: bool) -> None:
+    verifying = costs(sequences, packed)
     controller = Adaptive(verifying)
     speed = tokens_a_ms([controller] * sequences, [kind] * sequences, verifying, 400)
     plain = sequences / (row_ms(sequences) + HOST_MS)
     assert controller.gain.plain_ms / controller.gain.spent_ms == pytest.approx(speed / plain, rel=0.02)
+
+
+def test_the_gain_counts_the_hosts_time_in_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HOST_MS", 4.0)
+    controller, verifying = Adaptive(costs(2)), costs(2)
+    speed = tokens_a_ms([controller] * 2, [GOOD] * 2, verifying, 400)
+    gain = controller.gain.plain_ms / controller.gain.spent_ms
+    assert gain == pytest.approx(speed / 2 * (row_ms(2) + 4.0), rel=0.03)
 
 
 @pytest.mark.parametrize(("sequences", "level"), [(1, 1.0), (1, 4.0), (4, 1.0)])
@@ -163,8 +172,8 @@ def test_load_and_wrong_levels_change_the_gain_little(sequences: int, level: flo
     verifying = costs(sequences, ms=lambda rows: level * row_ms(rows))
     controller = Adaptive(verifying)
     speed = tokens_a_ms([controller] * sequences, [GOOD] * sequences, verifying, 400, loaded_ms)
-    gain = controller.gain.plain_ms / controller.gain.spent_ms
-    assert gain == pytest.approx(speed * sum(plain_ms) / len(plain_ms) / sequences, rel=0.1)
+    true = speed * sum(plain_ms) / len(plain_ms) / sequences
+    assert 0.92 * true < controller.gain.plain_ms / controller.gain.spent_ms < 1.02 * true
 
 
 @pytest.mark.parametrize(("nodes", "counts"), [(0, True), (2, False)])

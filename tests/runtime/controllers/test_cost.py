@@ -358,3 +358,20 @@ def test_costs_of_another_build_are_measured_again(
     assert [record.getMessage() for record in caplog.records] == [
         f"{one} holds no costs of these engines: they are measured again"
     ]
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 1.0), (2, 1 / 1.5), (4, 0.5), (9, 0.5)])
+def test_the_plain_share_of_one_sequence(rows: int, share: float) -> None:
+    """A curve has no rows beyond its largest tree."""
+    costs = VerifyCosts({1: CostCurve.from_points({1: 2.0, 2: 3.0, 4: 4.0})})
+    assert costs.plain_share(1, rows) == pytest.approx(share)
+
+
+def test_the_plain_share_is_the_smaller_of_measured_and_estimated() -> None:
+    """Rows between equal trees of two sequences are interpolated. Three sequences were not measured."""
+    measured = {n: CostCurve.from_points({1: 2.0, 2: 4.0}) for n in (1, 2)}
+    estimated = {1: CostCurve.from_points({1: 2.0, 2: 8.0}), 2: CostCurve((0.0, 3.0, 3.0, 3.0))}
+    costs = VerifyCosts(measured, estimated)
+    assert [costs.plain_share(1, rows) for rows in (1, 2)] == pytest.approx([1.0, 2 / 8])
+    assert [costs.plain_share(2, rows) for rows in (2, 3, 4)] == pytest.approx([1.0, 2 / 3, 2 / 4])
+    assert 0 < costs.plain_share(3, 5) <= 1
