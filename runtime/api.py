@@ -347,7 +347,8 @@ class Runtime:
                 request.record = writer
         return [
             Submission(
-                request, self.tokenizer, Detokenizer(self.tokenizer, request.tokens, own.stop, own.min_tokens),
+                request, self.tokenizer,
+                Detokenizer(self.tokenizer, request.tokens, own.stop, own.min_tokens, own.kept_tokens),
                 self._thread, forced is not None, listener,
             )
             for request, (own, _) in zip(requests, given, strict=True)

@@ -23,7 +23,7 @@ class Generation:
     """One finished request.
 
     token_ids:     the new tokens, with the end-of-sequence token if one ended them. `text` leaves special tokens out
-                   and ends before a stop string and before an unfinished character.
+                   that the request does not keep, and ends before a stop string and before an unfinished character.
     logit_margins: lead of each token's logit over the second largest, if the caller asked for it. Above temperature 0,
                    of its logit over temperature with noise.
     logprobs:      log probability of each token, if the request asked for them (`redraft.runtime.sampling.truncation`).

@@ -133,6 +133,7 @@ class SamplingParams:
     repetition_penalty: divides the logits of tokens in prompt or answer, and multiplies them if they are negative.
     presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once, and for each time.
     logit_bias:  added to the logits of these token ids.   banned_tokens: ids that are never chosen.
+    kept_tokens: ids of special tokens that the text keeps, such as markers of tool calls; it leaves out all others.
     seed:        key of every random number of the request, from 0 to 2^63 - 1. Equal requests give equal tokens.
     logprobs:    None, or how many alternatives each token's log probability comes with (`Generation.logprobs`).
     logits_processors: functions that change the logits after all penalties, in this order.
@@ -164,6 +165,7 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     json_object: bool = False
+    kept_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:  # noqa: C901 - one check for each parameter
         object.__setattr__(self, "stop", _texts(self.stop))
@@ -171,7 +173,8 @@ class SamplingParams:
             raise UsageError("logits_processors must be a list of functions of token ids and logits")
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        object.__setattr__(self, "banned_tokens", _token_ids(self.banned_tokens, "banned_tokens"))
+        for name in ("banned_tokens", "kept_tokens"):
+            object.__setattr__(self, name, _token_ids(getattr(self, name), name))
         for name, number in _NUMBERS.items():
             object.__setattr__(self, name, number.parse(name, getattr(self, name)))
         for name in ("ignore_eos", "json_object"):

@@ -105,7 +105,9 @@ class RequestMaker:
             stop_tokens=stop_tokens,
             sampler=sampler,
             noise=noise,
-            text=Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens) if params.stop else None,
+            text=Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens, params.kept_tokens)
+            if params.stop or params.kept_tokens
+            else None,
         )
         if constraint is not None:
             self.speculation.forced.constrain(request, constraint)

@@ -32,7 +32,7 @@ class Request:
     prompt_length:  number of prompt tokens.
     limit:          largest length of `tokens`: the prompt and max_tokens, or the context.
     stop_tokens:    end-of-sequence ids; `tokens` includes the one that ends the text.
-    text:           the text so far, for stop strings; otherwise None.
+    text:           the text so far, if it has stop strings or keeps special tokens; otherwise None.
     num_computed_tokens: tokens whose rows are in the KV buffers; their rows come first in its slot.
     cached_tokens:  prompt tokens whose rows an earlier request had computed.
     slot:           its slot of the verifier; -1 if it has none.

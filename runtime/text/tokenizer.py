@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,20 @@ class Tokenizer:
             )
         return [self.bos]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens; an unfinished character is U+FFFD."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens."""
+        return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def special_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Return the ids of those texts that are special tokens, which decoding leaves out unless it keeps them."""
+        ids = map(self.tokenizer.token_to_id, texts)
+        return tuple(i for i in ids if i in self._special_ids)
+
+    def decode(self, ids: Sequence[int], keep: AbstractSet[int] = frozenset()) -> str:
+        """Return the text of `ids` without special tokens but those of `keep`; an unfinished character is U+FFFD."""
+        kept = [i for i in ids if i in keep or i not in self._special_ids] if keep else list(ids)
+        text: str = self.tokenizer.decode(kept, skip_special_tokens=not keep)
         return text
 
     def check_chat_template(self) -> None:
@@ -119,20 +131,22 @@ class Detokenizer:
     """The text after a prompt, token by token.
 
     It returns whole characters only. It holds back the bytes of an unfinished one, and text that may begin a stop
-    string. The first `min_tokens` tokens complete no stop string. It decodes tokens after a few of their predecessors,
-    since decoders treat the start of a text differently.
+    string. The first `min_tokens` tokens complete no stop string. It leaves out special tokens but those of `keep`. It
+    decodes tokens after a few of their predecessors, since decoders treat the start of a text differently.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), min_tokens: int = 0
-    ) -> None:
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), min_tokens: int = 0,
+        keep: Iterable[int] = (),
+    ) -> None:  # fmt: skip
         self.text = ""
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._unstoppable = min_tokens
+        self._keep = frozenset(keep)
         self._ids = list(prompt[-_CONTEXT_TOKENS:])
-        self._known = tokenizer.decode(self._ids)
+        self._known = tokenizer.decode(self._ids, self._keep)
         self._fresh = len(self._ids)
         self._taken = 0
 
@@ -140,14 +154,14 @@ class Detokenizer:
         """Add a token. Returns true if the text now ends at a stop string, which is cut off."""
         self._ids.append(token)
         self._unstoppable -= 1
-        seen = self._tokenizer.decode(self._ids)
+        seen = self._tokenizer.decode(self._ids, self._keep)
         if seen.endswith(_UNFINISHED) or len(seen) <= len(self._known):
             return False
         before = len(self.text)
         self.text += seen[len(self._known) :]
         del self._ids[: self._fresh]
         self._fresh = len(self._ids)
-        self._known = self._tokenizer.decode(self._ids)
+        self._known = self._tokenizer.decode(self._ids, self._keep)
         return self._unstoppable < 0 and self._stop(before)
 
     def take(self, finished: bool = False) -> str:

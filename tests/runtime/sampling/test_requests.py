@@ -59,6 +59,7 @@ TREES = SpeculationParams("ngram", budget=Budget(12, 4, 3))
         ({"json_object": "no"}, "json_object must be True or False, not 'no'"),
         ({"logit_bias": 3}, "logit_bias must map token ids to numbers, not 3"),
         ({"banned_tokens": [1.5]}, "banned_tokens's token ids are whole numbers, not 1.5"),
+        ({"kept_tokens": [1.5]}, "kept_tokens's token ids are whole numbers, not 1.5"),
         ({"banned_tokens": "abc"}, "banned_tokens is a list of token ids, not str"),
     ],
     ids=str,

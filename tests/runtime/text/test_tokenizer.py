@@ -7,7 +7,7 @@ import pytest
 from redraft.runtime import SpeculationParams
 from redraft.runtime.text.tokenizer import Detokenizer
 from redraft.types import Budget
-from tests.runtime.fakes import byte_text, greedy, make_runtime, script
+from tests.runtime.fakes import BOS, EOS, byte_text, greedy, make_runtime, script
 
 WORDS = "naïve 日本語 🙂🙂 e\u0301 ok "
 
@@ -72,3 +72,29 @@ def test_special_tokens_do_not_show() -> None:
     for token in [97, 256, 98, 257]:
         stream.push(token)
     assert stream.text == "ab"
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)], ids=["no stop string", "a stop string"])
+def test_special_tokens_that_a_request_keeps_show(stop: tuple[str, ...]) -> None:
+    """Markers of tool calls are special tokens of some models. Results and streams both have them."""
+    said = [*b"a", BOS, *"🙂".encode(), BOS, BOS, *b"ENb", EOS]
+    runtime = make_runtime(script(said, 1))
+    for kept, expected in [((), "a🙂ENb"), ((BOS,), "a<s>🙂<s><s>ENb")]:
+        params = greedy(40, stop=stop, kept_tokens=kept)
+        assert "".join(runtime.stream("x", params)) == expected
+        assert runtime.generate(["x"], params)[0].text == expected
+
+
+def test_a_stop_string_may_have_a_special_token_that_is_kept() -> None:
+    stream = Detokenizer(byte_text(), [BOS, 97], ("b<s>",), keep=[BOS])
+    assert [stream.push(token) for token in [97, 98, EOS, BOS]] == [False, False, False, True]
+    assert stream.text == "a"
+
+
+def test_only_special_tokens_have_special_ids() -> None:
+    tokenizer = byte_text()
+    tokenizer.tokenizer.add_tokens(["<tool_call>"])
+    assert tokenizer.special_ids(["<tool_call>", "</s>", "a", "absent", "<s>"]) == (EOS, BOS)
+    ids = [97, 258, EOS, BOS]
+    assert tokenizer.decode(ids) == "a<tool_call>"
+    assert tokenizer.decode(ids, {BOS}) == "a<tool_call><s>"
