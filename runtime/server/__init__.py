@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server."""
+"""An OpenAI-compatible server on top of the runtime."""
