@@ -1,5 +1,6 @@
 """The runtime's public interface: open a bundle, generate or stream text, and read metrics."""
 
+# pylint: disable=too-many-lines  # the public interface, most of it docstrings
 from __future__ import annotations
 
 import sys
@@ -25,7 +26,7 @@ from redraft.runtime.params import SamplingParams, SpeculationParams, check_tena
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import model_sampling
 from redraft.runtime.steps.exactness import settle_exactness
-from redraft.runtime.steps.measurements import Identity, identity_of, load_costs, save_costs
+from redraft.runtime.steps.measurements import Identity, identity_key, identity_of, load_costs, save_costs
 from redraft.runtime.steps.verifier import Verifier, open_verifier
 from redraft.runtime.submission import Listener, Submission
 from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
@@ -129,6 +130,21 @@ class Runtime:
     def exact(self) -> bool:
         """True if exact kernels compute the texts. Only the host has such kernels (see `exactness`)."""
         return self._exact and isinstance(self.verifier.device, HostDevice)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the build, its precision, its kernels, and a digest of these, the machine and the options.
+
+        Runtimes of equal fingerprints compute equal texts for equal requests, if `exact` holds. Without a bundle, it
+        names the device alone.
+        """
+        device = self.verifier.device
+        if self._bundle is None:
+            return f"redraft-{device.name}"
+        manifest = self._bundle.manifest
+        kernels = device.verifier_graph if isinstance(device, HostDevice) else device.name
+        path = kernels if self.exact else f"{kernels}-inexact"
+        return f"redraft-{manifest.build_key[:12]}-{manifest.precision}-{path}-{identity_key(self._identity)[:12]}"
 
     @property
     def default_method(self) -> str:
@@ -282,6 +298,11 @@ class Runtime:
         Steps with drafts of a fixed budget or a rule do not count, since nothing measures plain steps for them.
         """
         return self._speculation.gain
+
+    def check_running(self) -> None:
+        """Raise UsageError if the runtime is closed, or if its decode loop has died."""
+        self._check_open()
+        self._thread.check()
 
     def step_within(self, block: AbstractContextManager[object]) -> None:
         """Enter `block` for each step and the deliveries of its outputs, in the loop's thread, from now on.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, suppress
+from typing import Any, NamedTuple
 
 from redraft.errors import UsageError
 from redraft.runtime.generation import Generation, Origin, Piece, RequestError, generation_of, origins
@@ -17,6 +17,13 @@ from redraft.runtime.requests.request import Request
 from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
 
 Listener = Callable[[RequestOutput], None]
+
+
+class Written(NamedTuple):
+    """One output of the loop, and the text that is final with it; the text may be empty."""
+
+    text: str
+    output: RequestOutput
 
 
 class Submission:
@@ -93,14 +100,23 @@ class Submission:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yield text as `__iter__` does, in an event loop. Leaving the loop early aborts the request."""
+        async with aclosing(self.written()) as outputs:
+            async for text, _ in outputs:
+                if text:
+                    yield text
+        self.result()
+
+    async def written(self) -> AsyncGenerator[Written]:
+        """Yield each output with its text, in an event loop. The last one has the reason of the end.
+
+        A request that failed raises nothing here. Closing the iterator aborts the request.
+        """
         self._begin()
         try:
             while True:
                 for output in await self._next_outputs():
-                    if chunk := "".join([piece.text for piece in self._pieces(output)]):
-                        yield chunk
+                    yield Written("".join([piece.text for piece in self._pieces(output)]), output)
                     if output.finish_reason is not None:
-                        self.result()
                         return
         finally:
             self.abort()

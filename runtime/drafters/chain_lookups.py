@@ -39,6 +39,7 @@ class PredictedText:
     rates:   share of correct tokens, by the number of tokens before that agree.
     place:   position of the next token.
     matched: tokens before it that agree with the sequence, at most LONGEST_MATCH.
+    accepted, rejected: drafted tokens that the sequence took, and those in whose place it took another.
     """
 
     def __init__(self, text: Sequence[int], prompt_length: int) -> None:
@@ -46,6 +47,7 @@ class PredictedText:
         self.rates = [1 - (1 - _UNMATCHED) / (1 + matched) for matched in range(LONGEST_MATCH + 1)]
         self.place = 0
         self.matched = LONGEST_MATCH // 2  # no token has differed yet
+        self.accepted = self.rejected = 0
         self.drafted: list[int] = []
         self._seen = prompt_length
         self._places: defaultdict[int, list[int]] = defaultdict(list)
@@ -73,6 +75,8 @@ class PredictedText:
 
     def learn(self, step: int, is_correct: bool) -> None:
         """Learn whether a drafted token was correct."""
+        self.accepted += is_correct
+        self.rejected += not is_correct
         kind = min(self.matched + step, LONGEST_MATCH)
         self.rates[kind] = moved(self.rates[kind], is_correct, _PREDICTION_RATE)
 

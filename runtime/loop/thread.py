@@ -37,7 +37,7 @@ class LoopThread:
         Raises QueueFull, and UsageError after `close` or if the thread has died.
         """
         with self._changed:
-            self._check()
+            self.check()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="redraft decode loop", daemon=True)
                 thread.start()  # it waits for this lock
@@ -62,12 +62,12 @@ class LoopThread:
             yield not self.loop.scheduler.slots.used
             return
         with self._changed:
-            self._check()
+            self.check()
             self._visitors += 1
         try:
             with self._changed:
                 self._changed.wait_for(lambda: not self._stepping)
-                self._check()
+                self.check()
             with self._visiting:
                 yield not self.loop.scheduler.slots.used
         finally:
@@ -88,7 +88,8 @@ class LoopThread:
             thread.join()
         self.__dict__.pop("loop", None)  # it holds the engines
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise UsageError if the thread takes no more requests: after `close`, or if it has died."""
         if self._closed:
             raise _closed()
         if self._dead is not None:

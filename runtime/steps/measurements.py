@@ -68,7 +68,7 @@ def figures_file(identity: Identity) -> Path | None:
     On the device `cuda`, the file name depends on the GPU.
     """
     try:
-        return cache_folder() / f"{_key(identity)}.json"
+        return cache_folder() / f"{identity_key(identity)}.json"
     except BackendError:
         return None
 
@@ -93,7 +93,7 @@ def cache_folder() -> Path:
     return user_cache() / "curves"
 
 
-def _key(identity: Identity) -> str:
+def identity_key(identity: Identity) -> str:
     """Return a name that depends on everything that a time depends on. Raises BackendError for a GPU without a name."""
     machine = {
         "machine": platform.machine(),

@@ -154,6 +154,10 @@ class ChatTemplates:
         """Raise UsageError if the model has no default template, or if it does not compile."""
         self._template(None, tools=False)
 
+    def source(self, tools: bool) -> str:
+        """Return the Jinja text of the template that `render` takes by default. Raises UsageError if none exists."""
+        return self.sources[self._choose(None, tools)]
+
     def _template(self, name: str | None, tools: bool) -> Template:
         """Return the compiled template. Raises UsageError if it does not exist or does not compile."""
         chosen = self._choose(name, tools)

@@ -106,6 +106,10 @@ class Tokenizer:
         """Raise UsageError if the model has no default chat template, or if it does not compile."""
         self._chat.check()
 
+    def chat_template_source(self, tools: bool) -> str:
+        """Return the Jinja text of the template for a conversation, with tools or without. Raises UsageError."""
+        return self._chat.source(tools)
+
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] | None = None,
         documents: Sequence[Message] | None = None, chat_template: str | None = None, **variables: Any,
