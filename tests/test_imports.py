@@ -8,10 +8,13 @@ from pathlib import Path
 
 EXTRAS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime_genai",
           "llama_cpp", "xllamacpp", "openvino_genai", "matplotlib", "nvtx", "optimum", "polygraphy",
-          "cuda")  # fmt: skip
+          "cuda", "fastapi", "starlette", "uvicorn", "sse_starlette", "anyio",
+          "prometheus_client")  # fmt: skip
 _TENSORRT = ("expand", "memory", "native", "operators", "prepare", "stage")
 BUILD_TIME = ("redraft.engines.lowering", *(f"redraft.engines.tensorrt.{name}" for name in _TENSORRT))
 """Modules that write graphs when a bundle is built; nothing deployed may need them."""
+SERVER = "redraft.runtime.server"
+"""The package that needs the extra `serve`; no other module imports it."""
 HEAVY = (*EXTRAS, "onnxruntime", "numpy", "tokenizers")
 
 BLOCK = """
@@ -39,7 +42,7 @@ def deployed(root: Path) -> list[str]:
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root / folder).with_suffix("").parts
             names.append(".".join((package, *(part for part in parts if part != "__init__"))))
-    return [name for name in names if not any(f"{name}.".startswith(f"{built}.") for built in BUILD_TIME)]
+    return [name for name in names if not any(f"{name}.".startswith(f"{built}.") for built in (*BUILD_TIME, SERVER))]
 
 
 def test_deployed_modules_import_without_extras(root: Path) -> None:
@@ -52,12 +55,12 @@ def test_help_needs_no_heavy_library() -> None:
     program = """
 import sys
 from redraft.cli.main import main, run
-for command in ["build"], ["generate"], ["bench"], ["profile"]:
+for command in ["build"], ["generate"], ["serve"], ["bench"], ["profile"]:
     assert run([*command, "--help"]) == 0
 sys.argv = ["redraft", "--help"]
 main()
 """
     result = run_without(HEAVY, program)
     assert result.returncode == 0, result.stderr
-    for command in ("build", "generate", "bench", "profile", "[OPTIONS] COMMAND"):
+    for command in ("build", "generate", "serve", "bench", "profile", "[OPTIONS] COMMAND"):
         assert f"Usage: redraft {command}" in result.stdout

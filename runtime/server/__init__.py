@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server on top of the runtime."""
+"""An OpenAI-compatible server on top of the runtime. It needs the extra `serve`."""

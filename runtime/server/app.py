@@ -1,0 +1,132 @@
+"""The application: OpenAI's endpoints, and those by which operators watch a server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from redraft import __version__
+from redraft.errors import RedraftError
+from redraft.runtime.api import Runtime
+from redraft.runtime.server.endpoints import Endpoints
+from redraft.runtime.server.errors import ApiError, api_error, unavailable
+from redraft.runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, Fields, TokenizeRequest
+from redraft.runtime.server.http import KeyCheck, OpenAnswers
+from redraft.runtime.server.metrics import CONTENT_TYPE, ServerMetrics
+from redraft.runtime.server.service import Service
+from redraft.runtime.server.settings import ServerSettings
+from redraft.runtime.server.streaming import CLIENT_LEFT
+
+_LOG = logging.getLogger("redraft.server")
+_BODIES: tuple[type[Fields], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_SCHEMAS = "#/components/schemas/"
+
+
+def create_app(runtime: Runtime, settings: ServerSettings) -> FastAPI:
+    """Return the ASGI application of a server. Its `state.service` is the `Service`. It does not close the runtime.
+
+    Raises BundleError if the bundle's sampling defaults are damaged.
+    """
+    service = Service(runtime, settings, ServerMetrics(runtime, settings.model_name))
+    app = FastAPI(title="redraft", version=__version__, docs_url=None, redoc_url=None)  # their pages load scripts
+    app.state.service = service
+    app.include_router(_model_routes(Endpoints(service)), dependencies=[Depends(KeyCheck(settings))])
+    app.include_router(_operator_routes(service))
+    _handle_errors(app, service)
+    app.add_middleware(OpenAnswers, service=service)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]  # FastAPI's way to extend it
+    return app
+
+
+def _model_routes(endpoints: Endpoints) -> APIRouter:
+    routes = APIRouter()
+    routes.post("/v1/chat/completions", **_takes(ChatRequest))(endpoints.chat)
+    routes.post("/v1/completions", **_takes(CompletionRequest))(endpoints.complete)
+    routes.post("/tokenize", **_takes(TokenizeRequest))(endpoints.tokenize)
+    routes.post("/detokenize", **_takes(DetokenizeRequest))(endpoints.detokenize)
+    routes.get("/v1/models")(endpoints.models)
+    routes.get("/v1/models/{name:path}")(endpoints.model)
+    return routes
+
+
+def _operator_routes(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> dict[str, str]:
+        """Answer as long as the process can."""
+        return {"status": "ok"}
+
+    @routes.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Answer 503 with the reason if the server cannot work on requests."""
+        if reason := service.not_ready():
+            raise unavailable(reason, "not_ready")
+        return {"status": "ready"}
+
+    @routes.get("/metrics")
+    def metrics() -> Response:
+        """Return the metrics for Prometheus."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        """Return the version of redraft."""
+        return {"version": __version__}
+
+    return routes
+
+
+def _handle_errors(app: FastAPI, service: Service) -> None:
+    """Give every error the form of OpenAI's, and count the requests that were refused."""
+
+    async def refused(request: Request, error: Exception) -> Response:
+        found = error if isinstance(error, ApiError) else api_error(error)  # type: ignore[arg-type]
+        if found.code and (found.status < 500 or found.status == 503) and request.url.path != "/ready":
+            service.metrics.refused(found.code)
+        return found.response()
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def failed(request: Request, error: Exception) -> Response:
+        _LOG.error("a request failed by a fault of the server", exc_info=error)
+        return ApiError(500, "the server failed", code="internal_error").response()
+
+    async def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_LEFT)
+
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(RedraftError, refused)
+    app.add_exception_handler(HTTPException, no_route)
+    app.add_exception_handler(ClientDisconnect, left)
+    app.add_exception_handler(Exception, failed)
+
+
+def _takes(model: type[Fields]) -> dict[str, Any]:
+    """Return options of an endpoint that reads its body itself."""
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + model.__name__}}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}, "response_class": JSONResponse}
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, with the models of all bodies."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    _, schemas = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_SCHEMAS + "{model}")
+    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+    return document

@@ -1,0 +1,240 @@
+"""The fields of requests: OpenAI's, those that other servers added, and the ones that are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from redraft.runtime.server.errors import refused, wrong
+
+MOST_CHOICES = 128
+"""Choices of one request, over all its prompts."""
+Bias = dict[str, float]
+TokenIds = list[int]
+StopText = Annotated[str, Field(max_length=1000)]
+"""Longer ones would cost every token of the request time."""
+
+
+class Fields(BaseModel):
+    """Fields of an object. A field that is null has its default.
+
+    refused_fields: names of the reference that this server does not support.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+    refused_fields: ClassVar[frozenset[str]] = frozenset()
+
+
+class StreamOptions(Fields):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SpeculativeConfig(Fields):
+    """How a request drafts: `method`, and limits of its drafts."""
+
+    method: str | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=1024)] | None = None
+    controller: str | None = None
+
+
+class SampledRequest(Fields):
+    """Fields of chats and completions."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Bias | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    speculative_config: SpeculativeConfig | Literal[False] | None = None
+
+
+class TextPart(Fields):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Fields):
+    """The function of a tool call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Fields):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Fields):
+    """A message of a conversation."""
+
+    refused_fields = frozenset({"audio", "function_call", "refusal", "annotations"})
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(Fields):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedSchema(Fields):
+    """A JSON schema. It is always enforced, strict or not."""
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class Prediction(Fields):
+    """`prediction`: text that the answer will repeat in part."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class ChatRequest(SampledRequest):
+    """The body of /v1/chat/completions."""
+
+    refused_fields = frozenset({
+        "audio", "function_call", "functions", "metadata", "moderation", "prompt_cache_options",
+        "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options",
+    })  # fmt: skip
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class CompletionRequest(SampledRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+
+
+class TokenizeRequest(Fields):
+    """The body of /tokenize: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Fields):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+Model = TypeVar("Model", bound=Fields)
+
+
+def parse(model: type[Model], body: bytes, allow_unknown: bool) -> Model:
+    """Return the fields of a JSON body. Raises ApiError that names the first field that is wrong or not supported.
+
+    allow_unknown: True to ignore unknown fields.
+    """
+    try:
+        found = model.model_validate_json(body)
+    except ValidationError as error:
+        # A value that fits no type of a union has an error for each; the deepest one is of the type that was meant.
+        worst = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+        name = ".".join(str(part) for part in worst["loc"] if _is_field(part))
+        if worst["type"] == "json_invalid":
+            raise wrong(f"the body is not JSON: {worst['msg']}", code="invalid_json") from None
+        code = {"missing": "missing_parameter", "literal_error": "unsupported_value"}.get(worst["type"])
+        message = f"{name}: {worst['msg']}" if name else f"the body: {worst['msg']}"
+        raise wrong(message, name or None, code or "invalid_value") from None
+    for name, is_refused in _extras(found, ""):
+        if is_refused:
+            raise refused(name)
+        if not allow_unknown:
+            raise wrong(f"the field {name} is unknown", name, "unknown_parameter")
+    return found
+
+
+def _is_field(part: int | str) -> bool:
+    """Return false for the name of a union's type."""
+    return isinstance(part, int) or not (part in ("str", "int", "bool") or set("[-") & set(part) or part[:1].isupper())
+
+
+def _extras(model: Fields, place: str) -> Iterator[tuple[str, bool]]:
+    """Yield fields that are not null and not supported, and whether the model refuses them by name."""
+    for name, value in (model.model_extra or {}).items():
+        if value is not None:
+            yield place + name, name in model.refused_fields
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        many = isinstance(value, list)
+        for number, one in enumerate(value if many else [value]):
+            if isinstance(one, Fields):
+                yield from _extras(one, f"{place}{name}.{number}." if many else f"{place}{name}.")

@@ -1,0 +1,83 @@
+"""Around the endpoints: bodies within their limits, API keys, and the count of answers that have not ended."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from redraft.runtime.server.errors import ApiError
+from redraft.runtime.server.service import Service
+from redraft.runtime.server.settings import ServerSettings
+
+_JSON = "application/json"
+
+
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
+    """Return a request's body. Raises ApiError for one that is not JSON (415), too large (413) or too slow (408).
+
+    A page of another origin cannot send JSON unless the server allows its origin.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != _JSON:
+        raise ApiError(415, f"the body must be JSON: send the header Content-Type: {_JSON}", code="not_json")
+    most = settings.max_body_bytes
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(most)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise _too_large(most)
+    except TimeoutError:
+        message = f"the body did not arrive within {settings.body_timeout:g} seconds"
+        raise ApiError(408, message, code="body_timeout") from None
+    return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+
+
+class KeyCheck:
+    """Refuses requests without one of the API keys. All keys are compared, each in constant time."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._digests = [_digest(key) for key in settings.api_keys]
+
+    async def __call__(self, request: Request) -> None:
+        """Raise ApiError (401) for a request without a key, if there are keys."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        if self._digests and not sum([hmac.compare_digest(given, digest) for digest in self._digests]):
+            raise ApiError(
+                401, "this server needs an API key: send the header Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class OpenAnswers:
+    """Middleware that counts the requests whose answers have not been sent whole."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._service.open_answers += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._service.open_answers -= 1

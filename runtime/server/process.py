@@ -1,0 +1,73 @@
+"""A server as a process: uvicorn, which a signal drains before it ends."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from redraft.errors import UsageError
+from redraft.runtime.server.service import Service
+from redraft.runtime.server.settings import ServerSettings
+
+_CLOSING_SECONDS = 5
+"""Time for answers to leave after their requests have ended."""
+
+
+def bound_socket(settings: ServerSettings) -> socket.socket:
+    """Return a socket at the server's address, on which nobody listens yet. Raises UsageError if that fails."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((settings.host, settings.port))
+    except OSError as error:
+        sock.close()
+        message = f"cannot listen on {settings.host}, port {settings.port}: {error.strerror}"
+        raise UsageError(message, "give another --port or --host") from None
+    return sock
+
+
+class DrainingServer(uvicorn.Server):
+    """Runs the application until SIGTERM or SIGINT. Then it takes no new requests, and running ones have
+    `drain_timeout` seconds to end. A second signal ends it at once."""
+
+    def __init__(self, app: FastAPI, settings: ServerSettings, started: Callable[[str], None]) -> None:
+        """started: called with the server's URL once it listens."""
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, lifespan="off",
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )  # fmt: skip
+        super().__init__(config)
+        self.service: Service = app.state.service
+        self._drain_seconds = settings.drain_timeout
+        self._deadline: float | None = None
+        self._started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on sockets, and tell the URL of the first."""
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        self._started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; end at once if it drains already."""
+        if self.service.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._deadline = time.monotonic() + self._drain_seconds
+        self.service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Let uvicorn end once all answers have ended, or their time is over."""
+        if self._deadline is not None:
+            late = time.monotonic() - self._deadline
+            if late > 0:
+                self.service.abort_all()
+            if not self.service.open_answers or late > _CLOSING_SECONDS:
+                self.should_exit = True
+        return await super().on_tick(counter)

@@ -1,0 +1,162 @@
+"""The runtime behind a server: admits requests within the limits, and knows whether it is ready."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from anyio import CancelScope, to_thread
+
+from redraft.errors import RedraftError, UsageError
+from redraft.runtime.api import GREEDY, Runtime
+from redraft.runtime.loop.scheduler import RequestOutput
+from redraft.runtime.params import SamplingParams
+from redraft.runtime.server.errors import ApiError, api_error, unavailable
+from redraft.runtime.server.limits import Backlog
+from redraft.runtime.server.metrics import ServerMetrics
+from redraft.runtime.server.parameters import Job
+from redraft.runtime.server.settings import ServerSettings
+from redraft.runtime.server.tokens import TokenTexts
+from redraft.runtime.submission import Submission
+
+_LOG = logging.getLogger("redraft.server")
+
+
+class Service:
+    """A runtime with the settings, the metrics and the limits of a server.
+
+    defaults:    sampling parameters of requests that give none: the model's own if its bundle keeps them, else greedy.
+    fingerprint: names build, precision and kernels; equal ones compute equal answers to equal requests.
+    created:     seconds since 1970 when the server began.
+    draining:    True if it takes no new requests.   open_answers: HTTP answers that have not ended.
+    """
+
+    def __init__(self, runtime: Runtime, settings: ServerSettings, metrics: ServerMetrics) -> None:
+        self.runtime = runtime
+        self.settings = settings
+        self.metrics = metrics
+        self.defaults = _defaults(runtime)
+        self.fingerprint = runtime.fingerprint
+        self.created = int(time.time())
+        self.draining = False
+        self.open_answers = 0
+        self.texts = TokenTexts(runtime.tokenizer)
+        self._backlog = Backlog(settings.max_queued_tokens)
+        self._running: set[Submission] = set()
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The most tokens of a prompt; the context must hold a new token too."""
+        most = self.runtime.max_model_len - 1
+        return min(most, self.settings.max_prompt_tokens or most)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError (404) for a model that is not the served one. None is the served one."""
+        if name not in (None, self.settings.model_name):
+            message = f"the model {name!r} does not exist; this server has {self.settings.model_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def not_ready(self) -> str | None:
+        """Return why the server cannot work on requests; None if it can."""
+        if self.draining:
+            return "the server is shutting down"
+        try:
+            self.runtime.check_running()
+            health = self.runtime.health
+        except UsageError as error:
+            return error.message
+        if health.requests and health.idle_seconds > self.settings.progress_timeout:
+            return f"no step has made progress for {health.idle_seconds:.0f} s, and {health.requests} requests wait"
+        return None
+
+    async def submit(self, prompts: Sequence[Sequence[int]], job: Job) -> list[Submission]:
+        """Start every choice of every prompt, all of them or none. The choices of a prompt are in a row.
+
+        prompts: token ids.   Raises ApiError.
+        """
+        started: list[Submission] = []
+        with CancelScope(shield=True):  # a request whose client leaves now would run without anyone
+            started = await to_thread.run_sync(self._submit, prompts, job)
+        return started
+
+    def _submit(self, prompts: Sequence[Sequence[int]], job: Job) -> list[Submission]:
+        started: list[Submission] = []
+        try:
+            self._check_accepting()
+            for ids in prompts:
+                for number in range(job.choices):
+                    started.append(self._start(ids, job, number))
+        except RedraftError as error:
+            self.release(started)
+            self._check_accepting()  # a runtime that died or was closed is nothing that the request can fix
+            raise api_error(error) from error
+        except BaseException:
+            self.release(started)
+            raise
+        return started
+
+    def _check_accepting(self) -> None:
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        try:
+            self.runtime.check_running()
+        except UsageError as error:
+            raise unavailable(error.message, "not_running") from error
+
+    def _start(self, ids: Sequence[int], job: Job, choice: int) -> Submission:
+        """Submit one choice. Raises ApiError if too many tokens are queued, and the errors of `Runtime.submit`."""
+        self._backlog.enter(len(ids))
+        watcher = _Watcher(self.metrics, lambda: self._backlog.leave(len(ids)))
+        try:
+            submission = self.runtime.submit(
+                ids, job.choice(choice), job.speculation, priority=job.priority,
+                timeout=self.settings.request_timeout, tenant=job.tenant, cache_salt=job.cache_salt,
+                on_output=watcher,
+            )  # fmt: skip
+        except BaseException:
+            watcher.leave()
+            raise
+        self.metrics.arrived(len(ids))
+        self._running.add(submission)
+        return submission
+
+    def release(self, submissions: Sequence[Submission]) -> None:
+        """End submissions that nobody reads any more. Does nothing to those that have ended."""
+        for submission in submissions:
+            submission.abort()
+            self._running.discard(submission)
+
+    def abort_all(self) -> None:
+        """End all requests; their answers tell that the server is shutting down."""
+        for submission in list(self._running):
+            submission.abort()
+
+
+class _Watcher:
+    """Notes the outputs of a request, in the loop's thread. `leave` is called once, at the first token or the end."""
+
+    def __init__(self, metrics: ServerMetrics, leave: Callable[[], None]) -> None:
+        self._metrics = metrics
+        self._leave = leave
+        self._queued = threading.Lock()  # locked once the request has left the queue
+
+    def __call__(self, output: RequestOutput) -> None:
+        self._metrics.output(output.request, output)
+        if output.token_ids or output.finish_reason is not None:
+            self.leave()
+        if output.finish_reason is not None:
+            self._metrics.ended(output.request)
+
+    def leave(self) -> None:
+        if self._queued.acquire(blocking=False):
+            self._leave()
+
+
+def _defaults(runtime: Runtime) -> SamplingParams:
+    try:
+        return runtime.model_sampling()
+    except UsageError as error:
+        _LOG.info("requests are decoded greedily unless they say otherwise: %s", error.message)
+        return GREEDY

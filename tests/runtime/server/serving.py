@@ -1,0 +1,98 @@
+"""Servers over the toy model: in this process, or over real connections."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+from starlette.testclient import TestClient
+
+from redraft.runtime import Runtime
+from redraft.runtime.controllers.cost import VerifyCosts
+from redraft.runtime.server.app import create_app
+from redraft.runtime.server.process import DrainingServer, bound_socket
+from redraft.runtime.server.settings import ServerSettings
+from tests.runtime.fakes import CURVE, EOS, FakeEngine, Rule, byte_text, fake_verifier, mixing_rule
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+HERMES = TEMPLATE + "{% if tools %}<tool_call>{{ tools | length }}</tool_call>{% endif %}<think></think>"
+"""As above, in the format of Hermes."""
+USER = {"role": "user", "content": "hi"}
+WAIT = 60
+"""Seconds after which a test that waits has failed."""
+
+
+class Gate:
+    """A rule that waits after a text of `free` tokens, prompt included, until the gate is opened."""
+
+    def __init__(self, free: int) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        self._free = free
+
+    def __call__(self, tokens: list[int]) -> int:
+        if len(tokens) > self._free:
+            self.reached.set()
+            assert self.opened.wait(WAIT)
+        return mixing_rule(tokens)
+
+
+@contextmanager
+def toy(
+    rule: Rule = mixing_rule, template: str | None = TEMPLATE, max_num_seqs: int = 4, max_waiting: int | None = None
+) -> Iterator[Runtime]:
+    """Open a runtime over the toy model, with a context of 200 tokens."""
+    verifier = fake_verifier(FakeEngine(rule, single=max_num_seqs == 1), 200, max_num_seqs)
+    costs, tokenizer = VerifyCosts({max_num_seqs: CURVE}), byte_text(template=template)
+    with Runtime(verifier, tokenizer, costs, 200, (EOS,), max_waiting=max_waiting) as runtime:
+        yield runtime
+
+
+def client_of(runtime: Runtime, **settings: Any) -> TestClient:
+    """Return a client of a server without connections."""
+    app = create_app(runtime, ServerSettings("toy", **settings))
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@contextmanager
+def listening(runtime: Runtime, **settings: Any) -> Iterator[tuple[str, DrainingServer]]:
+    """Run a server in a thread of its own. Yields its URL; it is drained at the end."""
+    chosen = ServerSettings("toy", port=0, **settings)
+    urls: list[str] = []
+    ready = threading.Event()
+
+    def started(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    with bound_socket(chosen) as sock:
+        server = DrainingServer(create_app(runtime, chosen), chosen, started)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert ready.wait(WAIT)
+            yield urls[0], server
+        finally:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the data of a stream's events. The last one, `[DONE]`, is checked and left out."""
+    assert response.status_code == 200, response.text
+    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    return [json.loads(one) for one in data]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """Return the error of an answer, whose form is checked."""
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error

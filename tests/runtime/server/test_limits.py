@@ -1,0 +1,294 @@
+"""Limits, keys and origins, and what a server that cannot work answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from starlette.testclient import TestClient
+
+from redraft.errors import BackendError, UsageError
+from redraft.runtime.api import GREEDY
+from redraft.runtime.loop.decode_loop import DecodeLoop
+from redraft.runtime.server.app import create_app
+from redraft.runtime.server.errors import ApiError, without_paths
+from redraft.runtime.server.limits import Backlog
+from redraft.runtime.server.settings import ServerSettings, read_api_keys
+from tests.runtime.fakes import NO_NUMBERS, know_costs, mixing_rule
+from tests.runtime.server.serving import WAIT, Gate, client_of, error_of, events, toy
+
+LONG = {"model": "toy", "prompt": "abc", "max_tokens": 100}
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_costs(monkeypatch)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as found:
+        yield found
+
+
+def ask(client: TestClient, **fields: Any) -> httpx.Response:
+    return client.post("/v1/completions", json={**LONG, **fields})
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for a state that no event tells."""
+    end = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_full_queue_refuses_with_the_time_to_try_again(pool: ThreadPoolExecutor) -> None:
+    gate = Gate(free=3)
+    with toy(gate, max_num_seqs=1, max_waiting=1) as runtime:
+        client = client_of(runtime)
+        running = pool.submit(ask, client, max_tokens=5)
+        assert gate.reached.wait(WAIT)
+        waiting = pool.submit(ask, client, max_tokens=5)
+        wait_until(lambda: runtime.health.waiting == 1)
+        refused = ask(client)
+        assert error_of(refused, 429)["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert error_of(ask(client, n=3), 429)
+        gate.opened.set()
+        assert [one.result(WAIT).status_code for one in (running, waiting)] == [200, 200]
+        assert ask(client, max_tokens=5).status_code == 200
+        text = client.get("/metrics").text
+        assert 'redraft:requests_refused_total{model_name="toy",reason="queue_full"} 2.0' in text
+
+
+def test_choices_start_all_or_none(pool: ThreadPoolExecutor) -> None:
+    gate = Gate(free=3)
+    with toy(gate, max_num_seqs=2, max_waiting=0) as runtime:
+        client = client_of(runtime)
+        first = pool.submit(ask, client, max_tokens=5)
+        assert gate.reached.wait(WAIT)
+        error_of(ask(client, n=2), 429)
+        gate.opened.set()
+        assert first.result(WAIT).status_code == 200
+        wait_until(lambda: runtime.health.requests == 0)
+
+
+def test_queued_tokens_are_limited(pool: ThreadPoolExecutor) -> None:
+    gate = Gate(free=3)
+    with toy(gate, max_num_seqs=1) as runtime:
+        client = client_of(runtime, max_queued_tokens=6)
+        first = pool.submit(ask, client, max_tokens=5)  # an empty queue takes any prompt
+        assert gate.reached.wait(WAIT)
+        second = pool.submit(ask, client, max_tokens=5)
+        wait_until(lambda: runtime.health.requests == 2)
+        refused = ask(client, prompt="abcd")
+        assert error_of(refused, 429)["code"] == "queued_tokens"
+        assert "retry-after" in refused.headers
+        gate.opened.set()
+        assert [one.result(WAIT).status_code for one in (first, second)] == [200, 200]
+        assert ask(client, prompt="a" * 50, max_tokens=5).status_code == 200
+
+
+def test_the_time_to_try_again_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlog, now = Backlog(100), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for second in range(4):
+        now[0] = float(second)
+        backlog.enter(20)
+        backlog.leave(20)
+    backlog.enter(90)
+    with pytest.raises(ApiError) as caught:
+        backlog.enter(50)
+    assert caught.value.retry_after == pytest.approx(40 / 20)
+    assert backlog.tokens == 90
+
+
+def test_a_body_that_is_too_large_is_refused_however_it_is_sent(pool: ThreadPoolExecutor) -> None:
+    with toy() as runtime:
+        client = client_of(runtime, max_body_bytes=100)
+        error_of(ask(client, prompt="a" * 100), 413)
+        chunks = (b" " * 60 for _ in range(2))
+        error_of(client.post("/tokenize", content=chunks, headers={"Content-Type": "application/json"}), 413)
+        assert ask(client, max_tokens=1).status_code == 200
+
+
+def test_a_key_is_needed_where_the_model_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\n\none\ntwo\n")
+    keys = read_api_keys(file)
+    assert keys == ("one", "two")
+    with toy() as runtime:
+        client = client_of(runtime, api_keys=keys)
+        for header in (None, "Bearer three", "Bearer", "Basic one", "one"):
+            headers = {} if header is None else {"Authorization": header}
+            refused = client.get("/v1/models", headers=headers)
+            assert error_of(refused, 401)["type"] == "authentication_error"
+            assert refused.headers["www-authenticate"] == "Bearer"
+        for key in keys:
+            assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert [client.get(path).status_code for path in ("/health", "/ready", "/metrics", "/version")] == [200] * 4
+    file.write_text("\n#\n")
+    with pytest.raises(UsageError, match="no API key"):
+        read_api_keys(file)
+
+
+def test_pages_of_other_origins_are_allowed_by_name_only() -> None:
+    asking = {"Origin": "http://a.test", "Access-Control-Request-Method": "POST"}
+    with toy() as runtime:
+        refused = client_of(runtime).options("/v1/completions", headers=asking)
+        assert "access-control-allow-origin" not in refused.headers
+        client = client_of(runtime, allow_origins=("http://a.test",))
+        allowed = client.options("/v1/completions", headers=asking)
+        assert allowed.headers["access-control-allow-origin"] == "http://a.test"
+        other = client.get("/v1/models", headers={"Origin": "http://b.test"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_ends(stream: bool) -> None:
+    def slow(tokens: list[int]) -> int:
+        time.sleep(0.02)
+        return mixing_rule(tokens)
+
+    with toy(slow) as runtime:
+        answer = ask(client_of(runtime, request_timeout=0.1), stream=stream)
+        error = events(answer)[-1]["error"] if stream else error_of(answer, 504)
+        assert (error["type"], error["code"]) == ("timeout_error", "timeout")
+        wait_until(lambda: runtime.health.requests == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_fails_disturbs_no_other(stream: bool) -> None:
+    def rule(tokens: list[int]) -> int:
+        return NO_NUMBERS if tokens[0] == ord("z") and len(tokens) > 5 else mixing_rule(tokens)
+
+    with toy(rule) as runtime:
+        client = client_of(runtime)
+        expected = ask(client, max_tokens=5).json()["choices"]
+        failed = ask(client, prompt="zz", stream=stream, temperature=1.0, speculative_config=False)
+        error = events(failed)[-1]["error"] if stream else error_of(failed, 500)
+        assert (error["type"], error["code"]) == ("server_error", "request_failed")
+        assert ask(client, max_tokens=5).json()["choices"] == expected
+        assert client.get("/ready").status_code == 200
+
+
+def test_no_path_of_the_machine_is_in_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy() as runtime:
+        client = client_of(runtime)
+
+        def submit(*_: object, **__: object) -> None:
+            raise BackendError("/srv/models/x.onnx cannot be read")
+
+        monkeypatch.setattr(runtime, "submit", submit)
+        assert error_of(ask(client), 500)["message"] == "… cannot be read"
+
+        def fault(*_: object, **__: object) -> None:
+            raise ValueError("/srv/models")
+
+        monkeypatch.setattr(runtime, "submit", fault)
+        assert error_of(ask(client), 500)["message"] == "the server failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("open '/a/b c': no", "open '… c': no"), ("see ~/x.json.", "see …."), ("./a/b, or", "…, or"),
+        ("1/2 and and/or", "1/2 and and/or"), ("</s> ends", "</s> ends"), ("/", "/"),
+    ],
+)  # fmt: skip
+def test_paths_are_left_out(text: str, shown: str) -> None:
+    assert without_paths(text) == shown
+
+
+def test_a_server_without_progress_is_not_ready(pool: ThreadPoolExecutor) -> None:
+    gate = Gate(free=3)
+    with toy(gate) as runtime:
+        client = client_of(runtime, progress_timeout=0.05)
+        assert client.get("/ready").json() == {"status": "ready"}
+        asked = pool.submit(ask, client, max_tokens=3)
+        assert gate.reached.wait(WAIT)
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        assert "no step has made progress" in error_of(client.get("/ready"), 503)["message"]
+        assert client.get("/health").status_code == 200
+        gate.opened.set()
+        assert asked.result(WAIT).status_code == 200
+        assert client.get("/ready").status_code == 200
+
+
+def test_a_loop_that_died_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy() as runtime:
+        client = client_of(runtime)
+
+        def step(self: DecodeLoop) -> None:
+            raise MemoryError("none left")
+
+        monkeypatch.setattr(DecodeLoop, "step", step)
+        error_of(ask(client), 500)
+        for answer in (client.get("/ready"), ask(client)):
+            assert "died" in error_of(answer, 503)["message"]
+        assert client.get("/health").status_code == 200
+
+
+def test_a_server_that_drains_takes_no_requests() -> None:
+    with toy() as runtime:
+        app = create_app(runtime, ServerSettings("toy"))
+        client = TestClient(app)
+        app.state.service.draining = True
+        assert error_of(ask(client), 503)["code"] == "shutting_down"
+        assert error_of(client.get("/ready"), 503)["code"] == "not_ready"
+        assert client.get("/health").status_code == 200
+
+
+def test_requests_have_the_defaults_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy() as runtime:
+        greedy = ask(client_of(runtime)).json()
+        assert ask(client_of(runtime)).json()["choices"] == greedy["choices"]
+        monkeypatch.setattr(runtime, "model_sampling", lambda: type(GREEDY)(temperature=1.0, stop="c"))
+        drawn = ask(client_of(runtime), seed=1).json()
+        assert drawn["choices"][0]["finish_reason"] == "stop"
+        assert ask(client_of(runtime), temperature=0, stop=[]).json()["choices"] == greedy["choices"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"model_name": ""}, {"port": -1}, {"max_body_bytes": 0}, {"drain_timeout": 0}, {"request_timeout": float("nan")},
+     {"api_keys": ("a b",)}, {"api_keys": ("",)}],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        ServerSettings(**{"model_name": "toy", **wrong})
+
+
+def test_requests_share_rows_only_by_equal_salts() -> None:
+    with toy() as runtime:
+        client, prompt = client_of(runtime), "abcde" * 8
+        for salt, cached in (("x", 0), ("y", 0), ("x", 32)):
+            used = ask(client, cache_salt=salt, prompt=prompt, max_tokens=2).json()["usage"]
+            assert used["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+def test_requests_run_by_their_priority(pool: ThreadPoolExecutor) -> None:
+    gate, order = Gate(free=8), []
+    with toy(gate, max_num_seqs=1) as runtime:
+        client = client_of(runtime)
+        running = pool.submit(ask, client, max_tokens=30)
+        assert gate.reached.wait(WAIT)
+
+        def named(name: str, priority: int) -> None:
+            ask(client, prompt=name, max_tokens=2, priority=priority)
+            order.append(name)
+
+        waiting = []
+        for number, (name, priority) in enumerate((("low", 5), ("high", 1)), 1):
+            waiting.append(pool.submit(named, name, priority))
+            wait_until(lambda number=number: runtime.health.waiting == number)
+        gate.opened.set()
+        for one in (running, *waiting):
+            one.result(WAIT)
+    assert order == ["high", "low"]

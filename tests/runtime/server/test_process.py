@@ -1,0 +1,140 @@
+"""A server with real connections: OpenAI's own client, clients that leave, slow ones, and a server that drains."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from redraft.errors import UsageError
+from redraft.runtime.server.process import bound_socket
+from redraft.runtime.server.settings import ServerSettings
+from tests.runtime.fakes import EOS, know_costs, script
+from tests.runtime.server.serving import HERMES, USER, WAIT, Gate, error_of, listening, toy
+
+CALL = '<think>why</think><tool_call>{"name": "f", "arguments": {"x": 5}}</tool_call>'
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_costs(monkeypatch)
+
+
+def client_at(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_openais_client_reads_answers_streams_and_errors() -> None:
+    with toy() as runtime, listening(runtime, api_keys=("secret",)) as (url, _), client_at(url, "secret") as client:
+        assert [model.id for model in client.models.list()] == ["toy"]
+        asked: Any = {"model": "toy", "messages": [USER], "max_tokens": 30, "logprobs": True, "seed": 1}
+        whole = client.chat.completions.create(**asked)
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 30
+        text = whole.choices[0].message.content
+        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        chunks = list(stream)
+        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.prompt_tokens_details is not None
+        assert chunks[-1].system_fingerprint == whole.system_fingerprint == "redraft-host"
+        completion = client.completions.create(model="toy", prompt="user: hi\nassistant: ", max_tokens=30)
+        assert completion.choices[0].text == text
+        with pytest.raises(openai.BadRequestError, match="verbosity") as refused:
+            client.chat.completions.create(**asked, verbosity="low")
+        assert refused.value.param == "verbosity"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**{**asked, "model": "gpt"})
+        with client_at(url) as stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+
+
+def test_openais_client_reads_tool_calls() -> None:
+    prompt = len("user: hi\nassistant: <tool_call>1</tool_call><think></think>")
+    said = script([*CALL.encode(), EOS], prompt)
+    asked: Any = {"model": "toy", "messages": [USER], "tools": [TOOL]}
+    with toy(said, HERMES) as runtime, listening(runtime) as (url, _), client_at(url) as client:
+        (whole,) = client.chat.completions.create(**asked).choices
+        with client.chat.completions.stream(**asked) as stream:
+            final = stream.get_final_completion().choices[0]
+    assert whole.finish_reason == final.finish_reason == "tool_calls"
+    for choice in (whole, final):
+        (call,) = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"x": 5}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(stream: bool) -> None:
+    gate = Gate(free=30)
+    with toy(gate) as runtime, listening(runtime) as (url, server):
+        body = json.dumps({"model": "toy", "prompt": "abc", "max_tokens": 150, "n": 2, "stream": stream}).encode()
+        headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        with socket.create_connection(url.removeprefix("http://").split(":"), WAIT) as connection:
+            connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
+            assert gate.reached.wait(WAIT)
+        wait_until(lambda: server.service.open_answers == 0)
+        gate.opened.set()  # the step that runs ends, and no other has the requests
+        wait_until(lambda: runtime.health.requests == 0)
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'request_success_total{finished_reason="abort",model_name="toy"} 2.0' in metrics
+
+
+def test_a_slow_reader_delays_nobody() -> None:
+    with toy() as runtime, listening(runtime) as (url, _):
+        asked = {"model": "toy", "prompt": "abc", "max_tokens": 150, "n": 4, "stream": True, "logprobs": 5}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked) as slow:
+            others = [httpx.post(f"{url}/v1/completions", json={**asked, "stream": False}) for _ in range(3)]
+            assert [other.status_code for other in others] == [200] * 3
+            wait_until(lambda: runtime.health.requests == 0)
+            lines = [line for line in slow.iter_lines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+
+
+def test_a_server_that_is_told_to_stop_ends_running_requests() -> None:
+    gate = Gate(free=10)
+    with toy(gate) as runtime, ThreadPoolExecutor(1) as pool, listening(runtime) as (url, server):
+        asked = {"model": "toy", "prompt": "abc", "max_tokens": 30}
+        running = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=WAIT)
+        assert gate.reached.wait(WAIT)
+        server.handle_exit(signal.SIGTERM, None)
+        assert error_of(httpx.post(f"{url}/v1/completions", json=asked), 503)["code"] == "shutting_down"
+        assert error_of(httpx.get(f"{url}/ready"), 503)
+        gate.opened.set()
+        answer = running.result(WAIT)
+        assert answer.json()["usage"]["completion_tokens"] == 30
+
+
+def test_a_server_that_is_told_to_stop_waits_only_so_long() -> None:
+    def slow(tokens: list[int]) -> int:
+        time.sleep(0.05)
+        return 97
+
+    with toy(slow) as runtime, ThreadPoolExecutor(1) as pool, listening(runtime, drain_timeout=0.1) as (url, server):
+        asked = {"model": "toy", "prompt": "abc", "max_tokens": 190, "speculative_config": False}
+        running = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=WAIT)
+        wait_until(lambda: runtime.health.requests == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        assert error_of(running.result(WAIT), 503)["code"] == "shutting_down"
+
+
+def test_an_address_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1, port {port}"):
+            bound_socket(ServerSettings("toy", port=port))

@@ -1,0 +1,228 @@
+"""Requests that are wrong: every field of OpenAI's reference is implemented or refused by name, and so is any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from starlette.testclient import TestClient
+
+from redraft.runtime import Runtime
+from redraft.runtime.server.fields import ChatRequest, CompletionRequest, Fields
+from tests.runtime.fakes import know_costs
+from tests.runtime.server.serving import USER, client_of, error_of, events, toy
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"name": "s", "schema": {"type": "object"}}
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_costs(monkeypatch)
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with toy() as found:
+        yield found
+
+
+@pytest.fixture
+def client(runtime: Runtime) -> TestClient:
+    return client_of(runtime)
+
+
+def chat(client: TestClient, **fields: Any) -> Any:
+    return client.post(CHAT, json={"model": "toy", "messages": [USER], "max_tokens": 3, **fields})
+
+
+@pytest.mark.parametrize(
+    ("model", "reference"),
+    [
+        (ChatRequest, chat_create_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_field_of_the_reference_is_known(model: type[Fields], reference: type) -> None:
+    known = model.model_fields.keys() | model.refused_fields
+    assert get_type_hints(reference).keys() - known == set()
+    assert not model.model_fields.keys() & model.refused_fields
+
+
+@pytest.mark.parametrize("name", sorted(ChatRequest.refused_fields))
+def test_fields_that_are_not_supported_are_refused_by_name(client: TestClient, name: str) -> None:
+    error = error_of(chat(client, **{name: "x"}), 400)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert name in error["message"]
+    assert chat(client, **{name: None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"stop": ""}, None),
+        ({"stop": [1]}, "stop.0"),
+        ({"stop": "a" * 1001}, "stop"),
+        ({"stop": ["a"] * 33}, "stop"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{**USER, "audio": 1}]}, "messages.0.audio"),
+        ({"messages": [{**USER, "mood": 1}]}, "messages.0.mood"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"store": True}, "store"),
+        ({"modalities": ["audio"]}, "modalities.0"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "text", "json_schema": SCHEMA}}, "response_format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"huh": True}}, "stream_options.huh"),
+        ({"speculative_config": True}, "speculative_config"),
+        ({"speculative_config": {"method": ""}}, "speculative_config"),
+        ({"speculative_config": {"model": "x"}}, "speculative_config.model"),
+        ({"speculative_config": {"controller": "x"}}, "speculative_config"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"temprature": 1}, "temprature"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_wrong_values_are_refused_by_name(client: TestClient, fields: dict[str, Any], param: str | None) -> None:
+    assert error_of(chat(client, **fields), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1 << 40]}, None),
+        ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"suffix": "x"}, "suffix"),
+        ({"speculative_config": {"method": "x"}}, None),
+    ],
+    ids=str,
+)
+def test_wrong_completions_are_refused(client: TestClient, fields: dict[str, Any], param: str | None) -> None:
+    answer = client.post(COMPLETIONS, json={"model": "toy", "prompt": "a", **fields})
+    assert error_of(answer, 400)["param"] == param
+
+
+def test_unknown_fields_may_be_allowed_but_not_those_that_are_refused(runtime: Runtime) -> None:
+    client = client_of(runtime, allow_unknown_fields=True)
+    assert chat(client, temprature=1).status_code == 200
+    assert error_of(chat(client, audio={}), 400)["param"] == "audio"
+
+
+def test_every_other_field_is_accepted(client: TestClient) -> None:
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "seed": -1, "n": 1, "presence_penalty": 0.1,
+        "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"97": 1}, "stop": "zz",
+        "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 0, "ignore_eos": True, "user": "a",
+        "safety_identifier": "b", "cache_salt": "c", "priority": 1, "modalities": ["text"], "service_tier": "auto",
+        "store": False, "prompt_cache_key": "k", "parallel_tool_calls": True, "tool_choice": "auto",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "controller": "adaptive"},
+        "chat_template_kwargs": {"mood": "good"}, "response_format": {"type": "text"},
+    }  # fmt: skip
+    assert chat(client, **fields).status_code == 200
+    assert events(chat(client, stream=True, stream_options={"include_usage": False}, **fields))
+
+
+def test_answers_may_have_to_be_json(client: TestClient) -> None:
+    def form(schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+    (choice,) = chat(client, response_format=form({"const": "xyz"}), max_tokens=40).json()["choices"]
+    assert json.loads(choice["message"]["content"]) == "xyz"
+    (choice,) = chat(client, response_format={"type": "json_object"}).json()["choices"]
+    assert choice["message"]["content"].startswith("{")
+    assert "schema" in error_of(chat(client, response_format=form({"type": 5})), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"\xff", b'{"model": "toy", "prompt": "\\ud800"}', b'{"model":' * 5000, b'{"model": "toy"}',
+     b'{"model": "toy", "prompt": "a", "top_p": NaN}'],
+)  # fmt: skip
+def test_bodies_that_are_no_request_are_refused(client: TestClient, body: bytes) -> None:
+    error_of(client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"}), 400)
+
+
+def test_other_requests_have_errors_of_the_same_form(client: TestClient) -> None:
+    error_of(client.post(COMPLETIONS, content=b"{}", headers={"Content-Type": "text/plain"}), 415)
+    error_of(client.get("/v2"), 404)
+    answer = client.get(COMPLETIONS)
+    error_of(answer, 405)
+    assert answer.headers["allow"] == "POST"
+    assert error_of(chat(client, model="gpt"), 404)["code"] == "model_not_found"
+    assert error_of(client.get("/v1/models/gpt"), 404)["code"] == "model_not_found"
+
+
+def test_prompts_that_are_too_long_are_refused_and_not_cut(runtime: Runtime) -> None:
+    client = client_of(runtime, max_prompt_tokens=20)
+    for prompt in ("a" * 21, "a" * 100_000, [97] * 21):
+        answer = client.post(COMPLETIONS, json={"model": "toy", "prompt": prompt})
+        assert error_of(answer, 400)["code"] == "context_length_exceeded"
+    assert client.post(COMPLETIONS, json={"model": "toy", "prompt": "a" * 20}).status_code == 200
+    answer = client_of(runtime).post(COMPLETIONS, json={"model": "toy", "prompt": "a" * 200})
+    assert error_of(answer, 400)["code"] == "context_length_exceeded"
+
+
+def test_a_model_without_a_template_has_no_chats() -> None:
+    with toy(template=None) as runtime:
+        assert error_of(chat(client_of(runtime)), 400)["code"] == "no_chat_template"
+
+
+def test_a_template_that_raises_refuses_the_messages_alone() -> None:
+    with toy(template="{{ raise_exception('no ' + messages[0].content) }}") as runtime:
+        error = error_of(chat(client_of(runtime)), 400)
+    assert "no hi" in error["message"]
+
+
+def test_tokens_and_texts(client: TestClient) -> None:
+    answer = client.post("/tokenize", json={"prompt": "aé"}).json()
+    assert answer == {"tokens": [97, 0xC3, 0xA9], "count": 3, "max_model_len": 200}
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "aé"}
+    error_of(client.post("/detokenize", json={"tokens": [1 << 40]}), 400)
+    error_of(client.post("/tokenize", json={"prompt": "a", "messages": [USER]}), 400)
+
+
+def test_the_served_model_is_described(client: TestClient) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model == client.get("/v1/models/toy").json()
+    assert (model["id"], model["max_model_len"], model["default_method"]) == ("toy", 200, "ngram")
+
+
+def test_the_document_describes_bodies(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    reference = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][reference.rpartition("/")[2]]
+    assert schema["properties"].keys() == ChatRequest.model_fields.keys()
