@@ -11,7 +11,7 @@ import typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer exports only its leaves
 
 from redraft import __version__
-from redraft.cli import bench, build, chat, check, demo, doctor, generate, inspect, profile, replay, top, train
+from redraft.cli import bench, build, chat, check, demo, doctor, generate, inspect, profile, replay, serve, top, train
 from redraft.errors import RedraftError
 from redraft.interrupts import interrupts_repeated
 from redraft.packages import extra_of
@@ -31,6 +31,7 @@ app.command("build")(build.build)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
