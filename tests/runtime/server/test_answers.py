@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 from starlette.testclient import TestClient
+from tokenizers import decoders, models
 
 from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.server.prompts import fill_in_prompt
+from redraft.runtime.server.tokens import TokenTexts
+from redraft.runtime.text.tokenizer import Tokenizer
 from tests.runtime.fakes import EOS, VOCABULARY, byte_text, know_costs, script
 from tests.runtime.server.serving import HERMES, USER, client_of, events, toy
 
 PROMPT = "user: hi\nassistant: "
 CALL = '<think>why</think>Yes. <tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>'
+FIXED = {"num_speculative_tokens": 3, "controller": "fixed"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -74,7 +79,7 @@ def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {},
         {"n": 3, "temperature": 1.0, "seed": 7},
         {"stop": ["c", "dd"]},
-        {"logprobs": True, "top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 2, "speculative_config": FIXED},
         {"speculative_config": False},
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
         {"prediction": {"type": "content", "content": "cdefb"}},
@@ -85,6 +90,8 @@ def test_a_stream_has_the_choices_of_the_whole_answer(client: TestClient, fields
     whole = chat(client, max_tokens=30, **fields).json()
     chunks = events(chat(client, max_tokens=30, stream=True, **fields))
     assert joined(chunks) == whole["choices"]
+    if "logprobs" in fields:
+        assert len(chunks) < 30 == len(whole["choices"][0]["logprobs"]["content"])
     assert {chunk["system_fingerprint"] for chunk in chunks} == {whole["system_fingerprint"]}
     assert len({chunk["id"] for chunk in chunks}) == 1
 
@@ -107,7 +114,7 @@ def test_without_a_seed_texts_differ_and_the_answer_tells_the_seed(client: TestC
 
 
 def test_the_last_chunk_has_the_figures(runtime: Runtime, client: TestClient) -> None:
-    fields = {"max_tokens": 30, "n": 2, "speculative_config": {"num_speculative_tokens": 3, "controller": "fixed"}}
+    fields = {"max_tokens": 30, "n": 2, "speculative_config": FIXED}
     whole = chat(client, **fields).json()
     chunks = events(chat(client, stream=True, stream_options={"include_usage": True}, **fields))
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -151,6 +158,15 @@ def test_reasoning_and_tool_calls_are_apart(stream: bool) -> None:
     assert call["function"] == {"name": "f", "arguments": '{"x": "é"}'}
     assert len(call["id"]) == 9
     assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_could_have_been_a_call_is_content(stream: bool) -> None:
+    said = [*b"Yes <tool_ca", EOS]
+    with toy(script(said, len(f"{PROMPT}<tool_call>1</tool_call><think></think>")), HERMES) as runtime:
+        answer = chat(client_of(runtime), tools=[TOOL], stream=stream)
+        (choice,) = joined(events(answer)) if stream else answer.json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Yes <tool_ca", "stop")
 
 
 def test_tools_that_may_not_be_called_are_not_in_the_prompt() -> None:
@@ -222,3 +238,15 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes() -> None:
         (choice,) = chat(client_of(runtime), logprobs=True, max_tokens=3).json()["choices"]
     assert choice["message"]["content"] == "é."
     assert [one["bytes"] for one in choice["logprobs"]["content"]] == [[0xC3], [0xA9], [ord(".")]]
+
+
+def test_tokens_have_the_text_that_they_have_inside_a_text() -> None:
+    """A decoder of SentencePiece strips the first space, and its byte tokens have names."""
+    tokenizer = tokenizers.Tokenizer(models.BPE({"<0xC3>": 0, "<0xA9>": 1, "\u2581a": 2, "<s>": 3}, []))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    texts = TokenTexts(Tokenizer(tokenizer))
+    assert [texts.of(token) for token in (2, 3)] == [(" a", b" a"), ("<s>", b"<s>")]
+    assert [texts.of(token) for token in (0, 1)] == [("\ufffd", b"\xc3"), ("\ufffd", b"\xa9")]
