@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +40,12 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def ask(client: TestClient, **fields: Any) -> httpx.Response:
     return client.post("/v1/completions", json={**LONG, **fields})
+
+
+def ended_by_abort(client: TestClient) -> int:
+    """Return how many requests ended because nobody wanted them."""
+    (line,) = [line for line in client.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line]
+    return int(float(line.rpartition(" ")[2]))
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -77,6 +85,7 @@ def test_choices_start_all_or_none(pool: ThreadPoolExecutor) -> None:
         gate.opened.set()
         assert first.result(WAIT).status_code == 200
         wait_until(lambda: runtime.health.requests == 0)
+        assert ended_by_abort(client) == 1
 
 
 def test_queued_tokens_are_limited(pool: ThreadPoolExecutor) -> None:
@@ -233,6 +242,46 @@ def test_a_loop_that_died_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> 
         for answer in (client.get("/ready"), ask(client)):
             assert "died" in error_of(answer, 503)["message"]
         assert client.get("/health").status_code == 200
+
+
+def test_a_runtime_that_is_closed_is_no_fault_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy() as runtime:
+        client, submit = client_of(runtime), runtime.submit
+
+        def closed(*arguments: Any, **options: Any) -> Any:
+            runtime.close()
+            return submit(*arguments, **options)
+
+        monkeypatch.setattr(runtime, "submit", closed)
+        assert error_of(ask(client), 503)["code"] == "not_running"
+
+
+def test_a_stream_that_cannot_begin_ends_its_requests() -> None:
+    gate = Gate(free=3)
+    body = json.dumps({**LONG, "stream": True}).encode()
+
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        assert gate.reached.wait(WAIT)
+        raise ConnectionError("the client has left")
+
+    with toy(gate) as runtime:
+        client = client_of(runtime)
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }  # fmt: skip
+        with pytest.raises(ConnectionError):
+            asyncio.run(client.app(scope, receive, send))  # type: ignore[arg-type]
+        gate.opened.set()
+        wait_until(lambda: runtime.health.requests == 0)
+        assert ended_by_abort(client) == 1
 
 
 def test_a_server_that_drains_takes_no_requests() -> None:
