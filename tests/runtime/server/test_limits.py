@@ -324,20 +324,19 @@ def test_requests_share_rows_only_by_equal_salts() -> None:
 
 def test_requests_run_by_their_priority(pool: ThreadPoolExecutor) -> None:
     gate, order = Gate(free=8), []
-    with toy(gate, max_num_seqs=1) as runtime:
+
+    def rule(tokens: list[int]) -> int:
+        if (first := chr(tokens[0])) not in order:
+            order.append(first)
+        return gate(tokens)
+
+    with toy(rule, max_num_seqs=1) as runtime:
         client = client_of(runtime)
-        running = pool.submit(ask, client, max_tokens=30)
+        asked = [pool.submit(ask, client, max_tokens=30)]
         assert gate.reached.wait(WAIT)
-
-        def named(name: str, priority: int) -> None:
-            ask(client, prompt=name, max_tokens=2, priority=priority)
-            order.append(name)
-
-        waiting = []
-        for number, (name, priority) in enumerate((("low", 5), ("high", 1)), 1):
-            waiting.append(pool.submit(named, name, priority))
+        for number, (prompt, priority) in enumerate((("low", 5), ("high", 1)), 1):
+            asked.append(pool.submit(ask, client, prompt=prompt, max_tokens=2, priority=priority))
             wait_until(lambda number=number: runtime.health.waiting == number)
         gate.opened.set()
-        for one in (running, *waiting):
-            one.result(WAIT)
-    assert order == ["high", "low"]
+        assert [one.result(WAIT).status_code for one in asked] == [200] * 3
+    assert order == ["a", "h", "l"]
