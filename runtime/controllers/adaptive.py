@@ -319,7 +319,8 @@ class Adaptive(Controller):
         rows_ms = table[min(1 + count, len(table) - 1)] - table[1]
         added_rows = count if self._verifying.packed else count * batch.sequences
         plain_share = self._verifying.plain_share(batch.sequences, batch.sequences + added_rows)
-        self._note_gain(batch, spent_ms, times.verified_ms * plain_share + self._costs.plain_host_ms(batch))
+        plain_ms = times.verified_ms * plain_share + self._costs.plain_host_ms(batch)
+        self._note_gain(batch, spent_ms + times.catch_up_ms, plain_ms)
         gained = sum([len(step.outcome.path) for step in steps if step.outcome is not None])
         tokens, added_ms = 1 + gained / batch.sequences, rows_ms + sum(shares_ms)
         account.speculative(spent_ms, tokens, table[1], added_ms, times.catch_up_ms)
