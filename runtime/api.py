@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -94,6 +95,8 @@ class Runtime:
         least = {"max_num_seqs": (max_num_seqs, 1), "threads": (threads, 1), "prefix_slots": (prefix_slots, 0),
                  "max_waiting": (max_waiting, 0), "max_total_tokens": (max_total_tokens, 2)}  # fmt: skip
         for name, (value, lowest) in least.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise UsageError(f"{name} must be a whole number, not {value!r}")
             if value is not None and value < lowest:
                 raise UsageError(f"{name} must be at least {lowest}, not {value}")
         if threads is not None and threads > MOST_THREADS:

@@ -231,3 +231,9 @@ def test_more_threads_than_any_machine_starts_are_refused(tmp_path: Path) -> Non
 def test_less_than_one_slot_or_thread_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(options))} must be at least 1, not"):
         Runtime.open(tmp_path, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": True}, {"max_total_tokens": "64"}, {"max_waiting": 1.5}])
+def test_limits_are_whole_numbers(tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(options))} must be a whole number, not"):
+        Runtime.open(tmp_path, **options)  # type: ignore[arg-type]
