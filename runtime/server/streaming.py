@@ -168,4 +168,5 @@ async def _unless_left(request: HttpRequest, work: Coroutine[Any, Any, Json]) ->
 
 
 def _dumps(value: Json) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return JSON in ASCII: some clients also end a line at U+0085, U+2028 and U+2029, which would cut an event."""
+    return json.dumps(value, separators=(",", ":"))
