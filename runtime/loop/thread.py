@@ -93,7 +93,7 @@ class LoopThread:
         if self._closed:
             raise _closed()
         if self._dead is not None:
-            raise UsageError(f"the decode loop has died: {self._dead.message}", "open the runtime again")
+            raise UsageError("the decode loop has died", "read the log, and open the runtime again") from self._dead
 
     def _run(self) -> None:
         """Step until no request is left."""

@@ -13,12 +13,15 @@ from redraft.runtime.generation import RequestError
 from redraft.runtime.loop.scheduler import QueueFull, RequestOutput
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
-_PATH = re.compile(r"(?<![\w/.<])(?:~|\.\.?)?/[^\s'\",;:)]*[^\s'\",;:.)]")
-"""What may be a path of the machine in a message of the runtime."""
+_PATH = re.compile(
+    r"(?<![\w/.<])(?:~|\.\.?)?/[^\s'\",;:)]*[^\s'\",;:.)]"
+    r"|(?<![\w/.<-])[\w.-]+/(?:[\w.-]+/[^\s'\",;:)]*[^\s'\",;:.)]|[\w.-]*\.[A-Za-z]\w*)"
+)
+"""Texts that may be paths of the machine: absolute ones, and relative ones with two slashes or a suffix."""
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An answer that is an error. The message of a server's fault (5xx) loses the paths of this machine.
 
     param: the field that is wrong, if there is one.   code: a word for programs.
     retry_after: seconds after which the client may try again.
@@ -30,7 +33,7 @@ class ApiError(Exception):
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = without_paths(message) if status >= 500 else message
         self.param = param
         self.code = code
         self.retry_after = retry_after
@@ -52,7 +55,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def wrong(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """Return the error of a request that is wrong."""
     return ApiError(400, message, param, code)
 
@@ -69,12 +72,11 @@ def unavailable(message: str, code: str) -> ApiError:
 
 def api_error(error: RedraftError) -> ApiError:
     """Return the answer for an error of the runtime. It has no path of this machine."""
-    message = without_paths(str(error))
     if isinstance(error, QueueFull):
         return ApiError(429, without_paths(error.message), code="queue_full", retry_after=error.wait_seconds or 1)
     if isinstance(error, UsageError) and not isinstance(error, RequestError):
-        return wrong(message)
-    return ApiError(500, message, code="request_failed")
+        return wrong(without_paths(str(error)))
+    return ApiError(500, str(error), code="request_failed")
 
 
 def failure_of(output: RequestOutput) -> ApiError | None:
@@ -85,7 +87,7 @@ def failure_of(output: RequestOutput) -> ApiError | None:
         return unavailable("the server is shutting down", "shutting_down")
     if output.finish_reason == "error":
         error = output.request.error
-        return ApiError(500, without_paths(str(error)) if error else "the request failed", code="request_failed")
+        return ApiError(500, str(error or "the request failed"), code="request_failed")
     return None
 
 

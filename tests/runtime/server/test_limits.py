@@ -208,11 +208,19 @@ def test_no_path_of_the_machine_is_in_an_answer(monkeypatch: pytest.MonkeyPatch)
     ("text", "shown"),
     [
         ("open '/a/b c': no", "open '… c': no"), ("see ~/x.json.", "see …."), ("./a/b, or", "…, or"),
-        ("1/2 and and/or", "1/2 and and/or"), ("</s> ends", "</s> ends"), ("/", "/"),
+        ("1/2 and and/or", "1/2 and and/or"), ("'build/engines/demo/x.bin' is", "'…' is"),
+        ("in engines/demo/v1: no", "in …: no"),
+        ("models/x.onnx.", "…."), ("tokens/s. N/A", "tokens/s. N/A"), ("</s> ends", "</s> ends"), ("/", "/"),
     ],
 )  # fmt: skip
 def test_paths_are_left_out(text: str, shown: str) -> None:
     assert without_paths(text) == shown
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_fault_of_the_server_has_no_path(status: int) -> None:
+    error = ApiError(status, "no memory for build/engines/demo/x.bin")
+    assert error.body["error"]["message"] == "no memory for …"
 
 
 def test_a_server_without_progress_is_not_ready(pool: ThreadPoolExecutor) -> None:
@@ -230,17 +238,18 @@ def test_a_server_without_progress_is_not_ready(pool: ThreadPoolExecutor) -> Non
         assert client.get("/ready").status_code == 200
 
 
-def test_a_loop_that_died_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_died_takes_no_requests(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with toy() as runtime:
         client = client_of(runtime)
 
         def step(self: DecodeLoop) -> None:
-            raise MemoryError("none left")
+            raise MemoryError("none left for build/engines/toy/target.onnx")
 
         monkeypatch.setattr(DecodeLoop, "step", step)
-        error_of(ask(client), 500)
+        assert "target" not in error_of(ask(client), 500)["message"]
         for answer in (client.get("/ready"), ask(client)):
-            assert "died" in error_of(answer, 503)["message"]
+            assert error_of(answer, 503)["message"] == "the decode loop has died"
+        assert "none left for build/engines/toy" in caplog.text
         assert client.get("/health").status_code == 200
 
 
