@@ -34,6 +34,8 @@ from redraft.runtime.server.tool_formats import AnswerFormat, answer_format
 from redraft.runtime.submission import Submission
 
 Model = TypeVar("Model", bound=Fields)
+_SMALL_BODY = 64 << 10
+"""Bytes of a body that is read in the event loop. Larger ones would delay others."""
 
 
 class Endpoints:
@@ -48,7 +50,7 @@ class Endpoints:
         """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
         job = self._job(asked)
-        form = self._answer_format(asked)
+        form = self._answer_format(asked, job)
         job = replace(job, sampling=replace(job.sampling, kept_tokens=form.kept_tokens(self._tokenizer)))
         text, ids = await to_thread.run_sync(self._chat_prompt, asked)
         form = form.after(text)
@@ -113,7 +115,9 @@ class Endpoints:
     async def _read(self, request: Request, model: type[Model]) -> Model:
         """Return the fields of a request for the served model. Raises ApiError."""
         settings = self._service.settings
-        found = parse(model, await read_body(request, settings), settings.allow_unknown_fields)
+        body = await read_body(request, settings)
+        arguments = model, body, settings.allow_unknown_fields
+        found = parse(*arguments) if len(body) <= _SMALL_BODY else await to_thread.run_sync(parse, *arguments)
         self._service.check_model(getattr(found, "model", None))
         return found
 
@@ -122,9 +126,12 @@ class Endpoints:
             raise wrong("stream_options needs stream", "stream_options", "invalid_value")
         return job_of(asked, self._service.defaults, self._runtime.max_model_len)
 
-    def _answer_format(self, asked: ChatRequest) -> AnswerFormat:
-        tools = bool(_tools(asked))
-        form = answer_format(template_source(self._tokenizer, tools), tools, reasoning=True)
+    def _answer_format(self, asked: ChatRequest, job: Job) -> AnswerFormat:
+        """Return the format of the answer. A constraint holds for all of it, which leaves no place for reasoning."""
+        tools, free = bool(_tools(asked)), job.sampling.constraint is None
+        if tools and not free:
+            raise refused("response_format", " with tools")
+        form = answer_format(template_source(self._tokenizer, tools), tools, reasoning=free)
         if tools and form.tools is None:
             message = "tools are not supported with this model: its chat template has no known format of tool calls"
             raise wrong(message, "tools", "unsupported_parameter")

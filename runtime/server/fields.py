@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import PydanticCustomError
 
 from redraft.runtime.server.errors import refused, wrong
 
 MOST_CHOICES = 128
 """Choices of one request, over all its prompts."""
-Bias = dict[str, float]
-TokenIds = list[int]
+MOST_BIASES = 1024
+_Any = TypeVar("_Any")
+Many = Annotated[list[_Any], Field(fail_fast=True)]
+"""A list whose first wrong element is the only error: each error costs far more than the element."""
+
+
+def _limited(biases: object) -> object:
+    """Refuse large objects before their values are read, since each wrong value is an error."""
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise PydanticCustomError("too_long", f"Object should have at most {MOST_BIASES} members")
+    return biases
+
+
+Bias = Annotated[dict[str, float], BeforeValidator(_limited)]
+TokenIds = Many[Annotated[int, Field(ge=0, lt=1 << 32)]]
+"""Those that the vocabulary lacks are refused later. The tokenizer takes 32 bits."""
 StopText = Annotated[str, Field(max_length=1000)]
 """Longer ones would cost every token of the request time."""
 
@@ -51,7 +66,7 @@ class SampledRequest(Fields):
     top_k: int | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
+    stop: StopText | Annotated[Many[StopText], Field(max_length=32)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -87,6 +102,8 @@ class MessageToolCall(Fields):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Annotated[int | None, Field(exclude=True)] = None
+    """A streamed call has one. Templates do not get it."""
 
 
 class ChatMessage(Fields):
@@ -95,9 +112,9 @@ class ChatMessage(Fields):
     refused_fields = frozenset({"audio", "function_call", "refusal", "annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -138,7 +155,7 @@ class Prediction(Fields):
     """`prediction`: text that the answer will repeat in part."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
 
 
 class ChatRequest(SampledRequest):
@@ -149,27 +166,45 @@ class ChatRequest(SampledRequest):
         "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options",
     })  # fmt: skip
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
 
+def _kind_of_prompt(prompt: object) -> str:
+    """Return the type that a prompt is meant to have, by its first element."""
+    if not isinstance(prompt, list):
+        return "str"
+    if prompt and isinstance(prompt[0], str):
+        return "list[str]"
+    return "list[list[int]]" if prompt and isinstance(prompt[0], list) else "list[int]"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[TokenIds, Tag("list[int]")]
+    | Annotated[Many[str], Field(max_length=MOST_CHOICES), Tag("list[str]")]
+    | Annotated[Many[TokenIds], Field(max_length=MOST_CHOICES), Tag("list[list[int]]")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(SampledRequest):
     """The body of /v1/completions."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: Prompt
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -181,8 +216,8 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)] | None = None
+    tools: Many[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

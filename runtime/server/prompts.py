@@ -11,7 +11,8 @@ from redraft.runtime.server.fields import ChatMessage, Tool
 from redraft.runtime.server.messages import template_messages
 from redraft.runtime.text.tokenizer import Tokenizer
 
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+_OWN_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+"""Parameters of `Tokenizer.apply_chat_template`."""
 _MIDDLES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder

@@ -181,9 +181,9 @@ def test_tools_that_may_not_be_called_are_not_in_the_prompt() -> None:
 def test_a_conversation_with_tool_calls_reaches_the_template() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}|{{ m.content }}|"
-        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }}{% endif %};{% endfor %}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments.x }}{{ call.index }}{% endfor %};{% endfor %}"
     )
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}, "index": 0}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},

@@ -73,6 +73,11 @@ def test_openais_client_reads_tool_calls() -> None:
         (whole,) = client.chat.completions.create(**asked).choices
         with client.chat.completions.stream(**asked) as stream:
             final = stream.get_final_completion().choices[0]
+        for message in (whole.message, final.message):  # both can be sent again, with the tool's result
+            (call,) = message.tool_calls
+            result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+            again = client.chat.completions.create(**{**asked, "messages": [USER, message, result]})
+            assert again.choices[0].finish_reason
     assert whole.finish_reason == final.finish_reason == "tool_calls"
     for choice in (whole, final):
         (call,) = choice.message.tool_calls

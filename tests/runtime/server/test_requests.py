@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from redraft.runtime import Runtime
-from redraft.runtime.server.fields import ChatRequest, CompletionRequest, Fields
-from tests.runtime.fakes import know_costs
-from tests.runtime.server.serving import USER, client_of, error_of, events, toy
+from redraft.runtime.server import endpoints
+from redraft.runtime.server.fields import ChatRequest, CompletionRequest, Fields, parse
+from redraft.runtime.text.tokenizer import Tokenizer
+from tests.runtime.fakes import EOS, know_costs, script
+from tests.runtime.server.serving import HERMES, USER, client_of, error_of, events, toy
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -79,6 +84,7 @@ def test_fields_that_are_not_supported_are_refused_by_name(client: TestClient, n
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"stop": ""}, None),
         ({"stop": [1]}, "stop.0"),
         ({"stop": "a" * 1001}, "stop"),
@@ -114,7 +120,9 @@ def test_fields_that_are_not_supported_are_refused_by_name(client: TestClient, n
     ids=lambda value: json.dumps(value)[:60],
 )
 def test_wrong_values_are_refused_by_name(client: TestClient, fields: dict[str, Any], param: str | None) -> None:
-    assert error_of(chat(client, **fields), 400)["param"] == param
+    error = error_of(chat(client, **fields), 400)
+    assert error["param"] == param
+    assert error["code"]  # it is counted by its code
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,11 @@ def test_wrong_values_are_refused_by_name(client: TestClient, fields: dict[str, 
     [
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [1 << 40]}, None),
+        ({"prompt": [1 << 40]}, "prompt.0"),
+        ({"prompt": [1 << 31]}, None),
+        ({"prompt": [-1], "echo": True}, "prompt.0"),
+        ({"prompt": [[97], [1 << 32]], "echo": True}, "prompt.1.0"),
+        ({"prompt": ["a", 1]}, "prompt.1"),
         ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True, "logprobs": 1}, "logprobs"),
@@ -134,6 +146,46 @@ def test_wrong_values_are_refused_by_name(client: TestClient, fields: dict[str, 
 def test_wrong_completions_are_refused(client: TestClient, fields: dict[str, Any], param: str | None) -> None:
     answer = client.post(COMPLETIONS, json={"model": "toy", "prompt": "a", **fields})
     assert error_of(answer, 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [1.5] * 999}, {"prompt": [[], *[[None] * 99] * 99]}, {"prompt": ["a", *[1] * 99]},
+        {"logit_bias": {str(token): "x" for token in range(1999)}}, {"messages": [{}] * 999}, {"tools": [{}] * 999},
+        {"messages": [{"role": "user", "content": [{}] * 999}]}, {"modalities": [1] * 999},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * 999}]},
+        {"prediction": {"type": "content", "content": [{}] * 999}},
+    ],
+    ids=lambda fields: json.dumps(fields)[:50],
+)  # fmt: skip
+def test_wrong_elements_cost_few_errors(fields: dict[str, Any]) -> None:
+    """An error takes some kilobytes, and its element a few bytes."""
+    model = CompletionRequest if "prompt" in fields else ChatRequest
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate_json(json.dumps({"model": "toy", "messages": [USER], **fields}))
+    assert caught.value.error_count() <= 4  # those of one element
+
+
+def test_a_large_body_is_read_by_another_thread(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse(*arguments)
+
+    monkeypatch.setattr(endpoints, "parse", noted)
+    for size, status in ((10, 200), (100_000, 400)):
+        assert client.post(COMPLETIONS, json={"model": "toy", "prompt": "a" * size}).status_code == status
+    small, large = threads
+    assert "AnyIO worker" in large
+    assert "AnyIO worker" not in small
+
+
+def test_a_template_takes_all_variables_but_those_of_the_server(client: TestClient) -> None:
+    for name in inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"variables"}:
+        error = error_of(chat(client, chat_template_kwargs={name: 1}), 400)
+        assert error["param"] == f"chat_template_kwargs.{name}"
 
 
 def test_unknown_fields_may_be_allowed_but_not_those_that_are_refused(runtime: Runtime) -> None:
@@ -165,6 +217,37 @@ def test_answers_may_have_to_be_json(client: TestClient) -> None:
     (choice,) = chat(client, response_format={"type": "json_object"}).json()["choices"]
     assert choice["message"]["content"].startswith("{")
     assert "schema" in error_of(chat(client, response_format=form({"type": 5})), 400)["message"]
+
+
+def test_an_answer_that_must_be_json_has_no_reasoning() -> None:
+    """The prompt has the opening marker of reasoning, and the constraint excludes the closing one."""
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": "xyz"}}}
+    with toy(template=HERMES.removesuffix("</think>")) as runtime:
+        client = client_of(runtime)
+        (choice,) = chat(client, response_format=form, max_tokens=40).json()["choices"]
+        (free,) = chat(client, response_format={"type": "text"}).json()["choices"]
+    assert json.loads(choice["message"]["content"]) == "xyz"
+    assert "reasoning_content" not in choice["message"]
+    assert free["message"]["reasoning_content"]
+
+
+def test_tools_and_a_form_exclude_each_other() -> None:
+    with toy(template=HERMES) as runtime:
+        client, form = client_of(runtime), {"response_format": {"type": "json_object"}}
+        error = error_of(chat(client, tools=[TOOL], **form), 400)
+        assert (error["param"], error["code"]) == ("response_format", "unsupported_parameter")
+        assert "response_format with tools" in error["message"]
+        assert chat(client, tools=[TOOL], tool_choice="none", **form).status_code == 200
+        assert chat(client, tools=[TOOL], response_format={"type": "text"}).status_code == 200
+
+
+@pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029"])
+def test_no_character_cuts_an_event(character: str) -> None:
+    """`str.splitlines`, by which some clients split a stream, ends lines at them."""
+    said = [*character.encode(), EOS]
+    with toy(script(said, len("user: hi\nassistant: "))) as runtime:
+        chunks = events(chat(client_of(runtime), stream=True, max_tokens=9))
+    assert "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]) == character
 
 
 @pytest.mark.parametrize(
