@@ -9,11 +9,15 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from redraft.errors import UsageError
+from redraft.runtime.server.errors import ApiError
 from redraft.runtime.server.service import Service
 from redraft.runtime.server.settings import ServerSettings
 
+MOST_HEADER_BYTES = 64 << 10
+"""Bytes of a request before its body."""
 _CLOSING_SECONDS = 5
 """Time for answers to leave after their requests have ended."""
 
@@ -32,6 +36,44 @@ def bound_socket(settings: ServerSettings) -> socket.socket:
     return sock
 
 
+class LimitedHeaders(HttpToolsProtocol):
+    """A connection that ends with status 431 when a request has too many bytes before its body.
+
+    httptools has no limit of its own. uvicorn's other parser, h11, has one, but it is written in Python, and each chunk
+    of every stream would pass through it.
+    """
+
+    _unfinished = 0  # bytes of a request whose body has not begun
+    _in_body = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse at most the bytes that the request may still have before its body, then the others."""
+        while data and not self.transport.is_closing():
+            end = len(data) if self._in_body else MOST_HEADER_BYTES - self._unfinished
+            piece, data = data[:end], data[end:]
+            self._unfinished += 0 if self._in_body else len(piece)
+            super().data_received(piece)
+            if self._unfinished >= MOST_HEADER_BYTES:
+                self._refuse()
+
+    def on_headers_complete(self) -> None:
+        """Begin the request. Bytes that follow are its body."""
+        self._unfinished, self._in_body = 0, True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the request's body."""
+        self._in_body = False
+        super().on_message_complete()
+
+    def _refuse(self) -> None:
+        error = ApiError(431, f"the headers have more than {MOST_HEADER_BYTES} bytes", code="headers_too_large")
+        body = bytes(error.response().body)
+        head = f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
 class DrainingServer(uvicorn.Server):
     """Runs the application until SIGTERM or SIGINT. Then it takes no new requests, and running ones have
     `drain_timeout` seconds to end. A second signal ends it at once."""
@@ -39,7 +81,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: FastAPI, settings: ServerSettings, started: Callable[[str], None]) -> None:
         """started: called with the server's URL once it listens."""
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="off",
+            app, http=LimitedHeaders, log_level="warning", access_log=False, server_header=False, lifespan="off",
             timeout_graceful_shutdown=_CLOSING_SECONDS,
         )  # fmt: skip
         super().__init__(config)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime.server.process import bound_socket
+from redraft.runtime.server.process import MOST_HEADER_BYTES, bound_socket
 from redraft.runtime.server.settings import ServerSettings
 from tests.runtime.fakes import EOS, know_costs, script
 from tests.runtime.server.serving import HERMES, USER, WAIT, Gate, error_of, listening, toy
@@ -31,6 +31,11 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client_at(url: str, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+
+def address_of(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -89,8 +94,8 @@ def test_a_client_that_leaves_frees_its_slot(stream: bool) -> None:
     gate = Gate(free=30)
     with toy(gate) as runtime, listening(runtime) as (url, server):
         body = json.dumps({"model": "toy", "prompt": "abc", "max_tokens": 150, "n": 2, "stream": stream}).encode()
-        headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        with socket.create_connection(url.removeprefix("http://").split(":"), WAIT) as connection:
+        headers = f"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        with socket.create_connection(address_of(url), WAIT) as connection:
             connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
             assert gate.reached.wait(WAIT)
         wait_until(lambda: server.service.open_answers == 0)
@@ -98,6 +103,30 @@ def test_a_client_that_leaves_frees_its_slot(stream: bool) -> None:
         wait_until(lambda: runtime.health.requests == 0)
         metrics = httpx.get(f"{url}/metrics").text
         assert 'request_success_total{finished_reason="abort",model_name="toy"} 2.0' in metrics
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+@pytest.mark.parametrize("long", [b"X: %s\r\n" % (b"a" * MOST_HEADER_BYTES), b"X: y\r\n" * 20_000])
+def test_headers_are_limited_before_a_request_begins(first: bytes, long: bytes) -> None:
+    """The last bytes of the headers never come."""
+    with toy() as runtime, listening(runtime, api_keys=("secret",)) as (url, _):
+        with socket.create_connection(address_of(url), WAIT) as connection:
+            connection.sendall(first)
+            if first:
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\n" + long[: MOST_HEADER_BYTES - 25])
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
+
+
+def test_long_headers_within_the_limit_and_long_bodies_are_read() -> None:
+    with toy() as runtime, listening(runtime) as (url, _), httpx.Client(base_url=url) as client:
+        for size in (1, 60_000):
+            assert client.get("/v1/models", headers={"X": "a" * size}).status_code == 200
+            body = {"model": "toy", "prompt": "abc", "user": "a" * 300_000}
+            assert client.post("/v1/completions", json=body, headers={"X": "a" * size}).status_code == 200
 
 
 def test_a_slow_reader_delays_nobody() -> None:
