@@ -40,6 +40,12 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="A file of API keys, one a line; requests then need one of them.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name of the server that requests may give as Host, as those of a proxy; may be given again."
+        ),
+    ] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(help="An origin whose web pages may use the server, `*` for all; may be given again."),
@@ -61,7 +67,8 @@ def serve(
 
     settings = ServerSettings(
         model_name=name or engines.resolve().name, host=host, port=port,
-        api_keys=read_api_keys(api_key_file) if api_key_file else (), allow_origins=tuple(allow_origin or ()),
+        api_keys=read_api_keys(api_key_file) if api_key_file else (), allow_hosts=tuple(allow_host or ()),
+        allow_origins=tuple(allow_origin or ()),
         allow_unknown_fields=allow_unknown_fields, max_body_bytes=max_body_bytes, max_prompt_tokens=max_prompt_tokens,
         max_queued_tokens=max_queued_tokens, request_timeout=request_timeout, progress_timeout=progress_timeout,
         drain_timeout=drain_timeout,

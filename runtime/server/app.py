@@ -19,7 +19,7 @@ from redraft.runtime.api import Runtime
 from redraft.runtime.server.endpoints import Endpoints
 from redraft.runtime.server.errors import ApiError, api_error, unavailable
 from redraft.runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, Fields, TokenizeRequest
-from redraft.runtime.server.http import KeyCheck, OpenAnswers
+from redraft.runtime.server.http import HostCheck, KeyCheck, OpenAnswers
 from redraft.runtime.server.metrics import CONTENT_TYPE, ServerMetrics
 from redraft.runtime.server.service import Service
 from redraft.runtime.server.settings import ServerSettings
@@ -36,7 +36,10 @@ def create_app(runtime: Runtime, settings: ServerSettings) -> FastAPI:
     Raises BundleError if the bundle's sampling defaults are damaged.
     """
     service = Service(runtime, settings, ServerMetrics(runtime, settings.model_name))
-    app = FastAPI(title="redraft", version=__version__, docs_url=None, redoc_url=None)  # their pages load scripts
+    app = FastAPI(
+        title="redraft", version=__version__, docs_url=None, redoc_url=None,  # their pages load scripts
+        dependencies=[Depends(HostCheck(settings))],
+    )  # fmt: skip
     app.state.service = service
     app.include_router(_model_routes(Endpoints(service)), dependencies=[Depends(KeyCheck(settings))])
     app.include_router(_operator_routes(service))

@@ -1,10 +1,12 @@
-"""Around the endpoints: bodies within their limits, API keys, and the count of answers that have not ended."""
+"""Around the endpoints: limits of bodies, names of the server, API keys, and the count of answers that are open."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
+import re
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,6 +16,7 @@ from redraft.runtime.server.service import Service
 from redraft.runtime.server.settings import ServerSettings
 
 _JSON = "application/json"
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
@@ -43,6 +46,34 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+
+
+class HostCheck:
+    """Refuses requests that name another server. A page can make its own name one of a loopback address, and the
+    browser then takes the answers for the page's own.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        own = f"[{settings.host}]" if ":" in settings.host else settings.host
+        is_checked = bool(settings.allow_hosts) or _is_loopback(settings.host)
+        self._names = {name.lower() for name in (*_LOCAL, own, *settings.allow_hosts)} if is_checked else None
+
+    async def __call__(self, request: Request) -> None:
+        """Raise ApiError (403) for a `Host` that the server does not have."""
+        host = request.headers.get("host", "")
+        name = re.sub(r":\d*$", "", host).lower()
+        if self._names is not None and name not in self._names:
+            raise ApiError(
+                403, f"this server does not answer for the host {name[:80]!r}; --allow-host allows it",
+                code="host_not_allowed",
+            )  # fmt: skip
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class KeyCheck:

@@ -21,6 +21,8 @@ class ServerSettings:
     model_name:  the name that requests give as `model`.
     host, port:  where it listens; port 0 is any free one.
     api_keys:    keys of which a request must give one; none leaves the server open.
+    allow_hosts: names under which it may be asked, besides its own. If it listens on a loopback address or has such
+                 names, it refuses requests to others.
     allow_origins: origins whose pages may use the server, `*` for all.
     allow_unknown_fields: True to ignore fields of a request that are not known.
     max_body_bytes:      of a request.
@@ -37,6 +39,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     allow_unknown_fields: bool = False
     max_body_bytes: int = 8 << 20

@@ -55,7 +55,7 @@ def toy(
 def client_of(runtime: Runtime, **settings: Any) -> TestClient:
     """Return a client of a server without connections."""
     app = create_app(runtime, ServerSettings("toy", **settings))
-    return TestClient(app, raise_server_exceptions=False)
+    return TestClient(app, "http://localhost", raise_server_exceptions=False)
 
 
 @contextmanager

@@ -147,6 +147,30 @@ def test_a_key_is_needed_where_the_model_is_used(tmp_path: Path) -> None:
         read_api_keys(file)
 
 
+@pytest.mark.parametrize(
+    ("settings", "hosts", "others"),
+    [
+        ({}, ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000"],
+         ["a.test", "a.test:8000", "", "localhost.a.test", "127.0.0.1.a.test", "a_b.test", "[::2]", "127.0.0.2"]),
+        ({"host": "127.0.0.2"}, ["127.0.0.2:80", "localhost"], ["127.0.0.3"]),
+        ({"host": "::1"}, ["[::1]:80"], ["a.test"]),
+        ({"host": "localhost"}, ["localhost"], ["a.test"]),
+        ({"allow_hosts": ("a.test", "b.test")}, ["A.test:443", "b.test", "localhost"], ["c.test"]),
+        ({"host": "0.0.0.0"}, ["a.test", "10.0.0.1:8000", ""], []),
+        ({"host": "0.0.0.0", "allow_hosts": ("a.test",)}, ["a.test"], ["b.test"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_only_names_of_the_server_are_answered(settings: dict[str, Any], hosts: list[str], others: list[str]) -> None:
+    """A page may let its name point to 127.0.0.1, and so read answers as if they were its own."""
+    with toy() as runtime:
+        client = client_of(runtime, **settings)
+        for path in ("/v1/models", "/ready", "/metrics"):
+            assert {client.get(path, headers={"Host": host}).status_code for host in hosts} == {200}
+            for host in others:
+                assert error_of(client.get(path, headers={"Host": host}), 403)["code"] == "host_not_allowed"
+
+
 def test_pages_of_other_origins_are_allowed_by_name_only() -> None:
     asking = {"Origin": "http://a.test", "Access-Control-Request-Method": "POST"}
     with toy() as runtime:
@@ -284,7 +308,7 @@ def test_a_stream_that_cannot_begin_ends_its_requests() -> None:
         client = client_of(runtime)
         scope = {
             "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         }  # fmt: skip
         with pytest.raises(ConnectionError):
             asyncio.run(client.app(scope, receive, send))  # type: ignore[arg-type]
@@ -296,7 +320,7 @@ def test_a_stream_that_cannot_begin_ends_its_requests() -> None:
 def test_a_server_that_drains_takes_no_requests() -> None:
     with toy() as runtime:
         app = create_app(runtime, ServerSettings("toy"))
-        client = TestClient(app)
+        client = TestClient(app, "http://localhost")
         app.state.service.draining = True
         assert error_of(ask(client), 503)["code"] == "shutting_down"
         assert error_of(client.get("/ready"), 503)["code"] == "not_ready"
