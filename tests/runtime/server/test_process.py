@@ -18,6 +18,7 @@ from redraft.errors import UsageError
 from redraft.runtime.server.process import MOST_HEADER_BYTES, bound_socket
 from redraft.runtime.server.settings import ServerSettings
 from tests.runtime.fakes import EOS, know_costs, script
+from tests.runtime.server import serving
 from tests.runtime.server.serving import HERMES, USER, WAIT, Gate, error_of, listening, toy
 
 CALL = '<think>why</think><tool_call>{"name": "f", "arguments": {"x": 5}}</tool_call>'
@@ -129,15 +130,31 @@ def test_long_headers_within_the_limit_and_long_bodies_are_read() -> None:
             assert client.post("/v1/completions", json=body, headers={"X": "a" * size}).status_code == 200
 
 
-def test_a_slow_reader_delays_nobody() -> None:
-    with toy() as runtime, listening(runtime) as (url, _):
-        asked = {"model": "toy", "prompt": "abc", "max_tokens": 150, "n": 4, "stream": True, "logprobs": 5}
-        with httpx.stream("POST", f"{url}/v1/completions", json=asked) as slow:
-            others = [httpx.post(f"{url}/v1/completions", json={**asked, "stream": False}) for _ in range(3)]
-            assert [other.status_code for other in others] == [200] * 3
-            wait_until(lambda: runtime.health.requests == 0)
-            lines = [line for line in slow.iter_lines() if line.startswith("data: ")]
-        assert lines[-1] == "data: [DONE]"
+def test_a_slow_reader_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer fills small buffers, so that the server waits for it; other requests end meanwhile."""
+
+    def small_buffers(settings: ServerSettings) -> socket.socket:
+        sock = bound_socket(settings)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        return sock
+
+    monkeypatch.setattr(serving, "bound_socket", small_buffers)
+    with toy() as runtime, listening(runtime) as (url, server), socket.socket() as slow:
+        slow.settimeout(WAIT)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        slow.connect(address_of(url))
+        asked = {"model": "toy", "prompt": "abc", "max_tokens": 150, "n": 4, "logprobs": 5}
+        body = json.dumps({**asked, "stream": True}).encode()
+        headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        slow.sendall(f"POST /v1/completions HTTP/1.1\r\nConnection: close\r\n{headers}\r\n\r\n".encode() + body)
+        wait_until(lambda: any(one.flow.write_paused for one in tuple(server.server_state.connections)))
+        others = [httpx.post(f"{url}/v1/completions", json=asked) for _ in range(3)]
+        assert [other.status_code for other in others] == [200] * 3
+        wait_until(lambda: runtime.health.requests == 0)  # its own requests end as well
+        assert server.service.open_answers == 1
+        answer = b"".join(iter(lambda: slow.recv(1 << 20), b""))
+        assert b"data: [DONE]" in answer
+        wait_until(lambda: server.service.open_answers == 0)
 
 
 def test_a_server_that_is_told_to_stop_ends_running_requests() -> None:
