@@ -28,8 +28,8 @@ def _limited(biases: object) -> object:
 Bias = Annotated[dict[str, float], BeforeValidator(_limited)]
 TokenIds = Many[Annotated[int, Field(ge=0, lt=1 << 32)]]
 """Those that the vocabulary lacks are refused later. The tokenizer takes 32 bits."""
-StopText = Annotated[str, Field(max_length=1000)]
-"""Longer ones would cost every token of the request time."""
+StopText = Annotated[str, Field(max_length=256)]
+"""OpenAI allows 4 stop strings, this server 16. More and longer ones would cost every token time."""
 
 
 class Fields(BaseModel):
@@ -66,7 +66,7 @@ class SampledRequest(Fields):
     top_k: int | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: StopText | Annotated[Many[StopText], Field(max_length=32)] | None = None
+    stop: StopText | Annotated[Many[StopText], Field(max_length=16)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

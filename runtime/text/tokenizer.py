@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,8 @@ class Detokenizer:
         self._known = tokenizer.decode(self._ids, self._keep)
         self._fresh = len(self._ids)
         self._taken = 0
+        self._prefixes = [_StopPrefix(stop) for stop in self._stops]
+        self._searched = 0
 
     def push(self, token: int) -> bool:
         """Add a token. Returns true if the text now ends at a stop string, which is cut off."""
@@ -186,8 +188,41 @@ class Detokenizer:
 
     def _held(self) -> int:
         """Return the length of the longest end of the text that begins a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        fresh, self._searched = self.text[self._searched :], len(self.text)
+        return max([prefix.push(fresh) for prefix in self._prefixes], default=0)
+
+
+class _StopPrefix:
+    """The longest end of a growing text that begins a stop string, and is shorter (Knuth, Morris and Pratt).
+
+    The time of a text is linear in its length, whatever the stop string.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = _borders(stop)
+        self._length = 0
+
+    def push(self, text: str) -> int:
+        """Add text. Returns the length of the end."""
+        for character in text:
+            self._length = _longer(self._stop, self._borders, self._length, character)
+            if self._length == len(self._stop):
+                self._length = self._borders[-1]
+        return self._length
+
+
+@lru_cache(maxsize=1024)
+def _borders(stop: str) -> list[int]:
+    """Return, for each beginning of a stop string, the length of its longest border: an end that also begins it."""
+    borders = [0]
+    for character in stop[1:]:
+        borders.append(_longer(stop, borders, borders[-1], character))
+    return borders
+
+
+def _longer(stop: str, borders: Sequence[int], length: int, character: str) -> int:
+    """Return how much of a stop string a text ends with after one more character; `length` before it."""
+    while length and stop[length] != character:
+        length = borders[length - 1]
+    return length + (stop[length] == character)

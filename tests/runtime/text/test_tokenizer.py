@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 
 from redraft.runtime import SpeculationParams
+from redraft.runtime.text import tokenizer
 from redraft.runtime.text.tokenizer import Detokenizer
 from redraft.types import Budget
 from tests.runtime.fakes import BOS, EOS, byte_text, greedy, make_runtime, script
@@ -67,6 +71,38 @@ def test_text_comes_out_once_no_stop_string_is_possible() -> None:
     assert taken == ["x", "", "Ez", "", "", "EN!"]
 
 
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    draw = random.Random(5)
+    for _ in range(300):
+        stops = ["".join(draw.choices("ab", k=draw.randint(1, 6))) for _ in range(draw.randint(1, 3))]
+        stream = Detokenizer(byte_text(), [], stops, min_tokens=draw.choice([0, 30]))
+        taken = ""
+        for token in draw.choices(b"ab", k=30):
+            if stream.push(token):
+                break
+            taken += stream.take()
+            text = stream.text
+            ends = [n for n in range(len(text) + 1) if any(n < len(s) and s.startswith(text[-n:]) for s in stops if n)]
+            assert text[len(taken) :] == text[len(text) - max(ends, default=0) :]
+
+
+def test_a_token_costs_no_search_of_whole_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counting(*arguments: Any) -> int:
+        nonlocal compared
+        compared += 1
+        return longer(*arguments)
+
+    longer = tokenizer._longer
+    stream = Detokenizer(byte_text(), [], ["a" * 250 + chr(98 + number) for number in range(16)])
+    monkeypatch.setattr(tokenizer, "_longer", counting)
+    for token in b"a" * 400:
+        stream.push(token)
+        stream.take()
+    assert compared == 400 * 16
+
+
 def test_special_tokens_do_not_show() -> None:
     stream = Detokenizer(byte_text(), [256])
     for token in [97, 256, 98, 257]:
@@ -92,9 +128,9 @@ def test_a_stop_string_may_have_a_special_token_that_is_kept() -> None:
 
 
 def test_only_special_tokens_have_special_ids() -> None:
-    tokenizer = byte_text()
-    tokenizer.tokenizer.add_tokens(["<tool_call>"])
-    assert tokenizer.special_ids(["<tool_call>", "</s>", "a", "absent", "<s>"]) == (EOS, BOS)
+    found = byte_text()
+    found.tokenizer.add_tokens(["<tool_call>"])
+    assert found.special_ids(["<tool_call>", "</s>", "a", "absent", "<s>"]) == (EOS, BOS)
     ids = [97, 258, EOS, BOS]
-    assert tokenizer.decode(ids) == "a<tool_call>"
-    assert tokenizer.decode(ids, {BOS}) == "a<tool_call><s>"
+    assert found.decode(ids) == "a<tool_call>"
+    assert found.decode(ids, {BOS}) == "a<tool_call><s>"
