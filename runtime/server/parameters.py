@@ -26,7 +26,7 @@ _NAMES = frozenset(one.name for one in fields(SamplingParams))
 class Job:
     """What each prompt of a request asks for.
 
-    choices: continuations of each prompt. That of number i has the seed of `sampling` plus i.
+    choices: continuations of each prompt. The choice of index i in the answer has the seed of `sampling` plus i.
     """
 
     sampling: SamplingParams
@@ -36,9 +36,9 @@ class Job:
     tenant: str | None = None
     cache_salt: str | None = None
 
-    def choice(self, number: int) -> SamplingParams:
+    def choice(self, index: int) -> SamplingParams:
         """Return the parameters of one choice."""
-        return replace(self.sampling, seed=(self.sampling.seed + number) % SEEDS)
+        return replace(self.sampling, seed=(self.sampling.seed + index) % SEEDS)
 
 
 def job_of(request: ChatRequest | CompletionRequest, defaults: SamplingParams, max_model_len: int) -> Job:

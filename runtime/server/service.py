@@ -86,8 +86,8 @@ class Service:
         try:
             self._check_accepting()
             for ids in prompts:
-                for number in range(job.choices):
-                    started.append(self._start(ids, job, number))
+                for _ in range(job.choices):
+                    started.append(self._start(ids, job, len(started)))
         except RedraftError as error:
             self.release(started)
             self._check_accepting()  # a runtime that died or was closed is nothing that the request can fix

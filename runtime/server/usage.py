@@ -34,7 +34,7 @@ def usage(requests: Sequence[Request], choices: int) -> dict[str, Any]:
 def speculation(requests: Sequence[Request], seed: int) -> dict[str, Any]:
     """Return the verification steps of requests that have ended, their drafted and accepted tokens, and the seed.
 
-    seed: that of the first choice; the next ones count up from it.
+    seed: that of the choice of index 0; the choice of index i has this seed plus i.
     """
     counters = [request.counters for request in requests]
     steps = sum(one.steps for one in counters)

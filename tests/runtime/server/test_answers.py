@@ -200,11 +200,16 @@ def test_prompts_of_a_list_have_their_own_choices(client: TestClient) -> None:
     fields = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 10}
     assert complete(client, prompt=["abc", [98, 99]], **fields).status_code == 400
     both = complete(client, prompt=["abc", "bc"], **fields).json()
-    alone = [complete(client, prompt=prompt, **fields).json() for prompt in ("abc", [98, 99])]
+    alone = [
+        complete(client, **{**fields, "prompt": prompt, "seed": seed}).json()
+        for prompt, seed in (("abc", 5), ([98, 99], 7))
+    ]
     assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
     expected = [choice["text"] for answer in alone for choice in answer["choices"]]
     assert [choice["text"] for choice in both["choices"]] == expected
     assert both["usage"]["prompt_tokens"] == 5
+    equal = complete(client, prompt=["abc"] * 3, temperature=1.0).json()
+    assert len({choice["text"] for choice in equal["choices"]}) == 3
 
 
 def test_a_prompt_is_echoed(client: TestClient) -> None:
