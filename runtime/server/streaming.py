@@ -125,26 +125,29 @@ class _EventStream(EventSourceResponse):
 
 
 async def _merged(submissions: Sequence[Submission]) -> AsyncGenerator[tuple[int, Written]]:
-    """Yield the outputs of all submissions as they come, with the submission's number, until all have ended."""
-    if len(submissions) == 1:
-        async with aclosing(submissions[0].written()) as outputs:
-            async for written in outputs:
-                yield 0, written
-        return
-    queue: asyncio.Queue[tuple[int, Written]] = asyncio.Queue()
+    """Yield the outputs of all submissions as they come, with the submission's number, until all have ended.
+
+    Raises the error of a submission that cannot be read.
+    """
+    queue: asyncio.Queue[tuple[int, Written] | Exception] = asyncio.Queue()
 
     async def pump(number: int, submission: Submission) -> None:
-        async with aclosing(submission.written()) as outputs:
-            async for written in outputs:
-                queue.put_nowait((number, written))
+        try:
+            async with aclosing(submission.written()) as outputs:
+                async for written in outputs:
+                    queue.put_nowait((number, written))
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(number, one)) for number, one in enumerate(submissions)]
     try:
         left = len(tasks)
         while left:
-            number, written = await queue.get()
-            left -= written.output.finish_reason is not None
-            yield number, written
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            left -= found[1].output.finish_reason is not None
+            yield found
     finally:
         for task in tasks:
             task.cancel()

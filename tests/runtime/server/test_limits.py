@@ -21,6 +21,7 @@ from redraft.runtime.server.app import create_app
 from redraft.runtime.server.errors import ApiError, without_paths
 from redraft.runtime.server.limits import Backlog
 from redraft.runtime.server.settings import ServerSettings, read_api_keys
+from redraft.runtime.text.tokenizer import Detokenizer
 from tests.runtime.fakes import NO_NUMBERS, know_costs, mixing_rule
 from tests.runtime.server.serving import WAIT, Gate, client_of, error_of, events, toy
 
@@ -209,6 +210,18 @@ def test_a_request_that_fails_disturbs_no_other(stream: bool) -> None:
         assert (error["type"], error["code"]) == ("server_error", "request_failed")
         assert ask(client, max_tokens=5).json()["choices"] == expected
         assert client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_output_that_cannot_be_read_fails_the_answer(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> None:
+        raise ValueError("no text")
+
+    with toy() as runtime:
+        client = client_of(runtime)
+        monkeypatch.setattr(Detokenizer, "take", fault)
+        assert error_of(ask(client, n=n), 500)["code"] == "internal_error"
+        wait_until(lambda: runtime.health.requests == 0)
 
 
 def test_no_path_of_the_machine_is_in_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
