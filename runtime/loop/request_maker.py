@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import index
 from types import NoneType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from redraft.errors import UsageError
 from redraft.runtime.drafters.synthetic import Acceptance, SyntheticAcceptance
 from redraft.runtime.loop.speculation import Pause, SpeculationFactory
-from redraft.runtime.params import SamplingParams, SpeculationParams
+from redraft.runtime.params import Grammar, SamplingParams, SpeculationParams
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
@@ -23,6 +23,8 @@ Prompt = str | Sequence[int]
 """Text, or token ids that are used unchanged."""
 Parameters = tuple[SamplingParams, SpeculationParams]
 """The parameters of one prompt."""
+_GRAMMARS = 8
+"""Compiled grammars that are kept."""
 
 
 def parameters_of(params: Any, speculation: Any, count: int) -> list[Parameters]:
@@ -91,7 +93,7 @@ class RequestMaker:
                 f"{self.max_model_len - len(ids)} more",
                 "lower min_tokens, or shorten the prompt",
             )
-        constraint = None if params.constraint is None else Constraint(params.constraint, self._guided)
+        constraint = None if params.constraint is None else self._compiled(params.constraint)
         if constraint is not None:
             constraint.check_first(params.forbidden(stop_tokens), self.vocabulary)
         sampler, noise = make_sampler(params, stop_tokens, record_logit_margins, constraint), draft_noise(params)
@@ -112,6 +114,12 @@ class RequestMaker:
         if constraint is not None:
             self.speculation.forced.constrain(request, constraint)
         return request
+
+    @cached_property
+    def _compiled(self) -> Callable[[Grammar], Constraint]:
+        """Compiles a grammar, unless it is one of the latest. Choices of a prompt share theirs. Raises UsageError."""
+        guided = self._guided
+        return lru_cache(maxsize=_GRAMMARS)(lambda grammar: Constraint(grammar, guided))
 
     @cached_property
     def _guided(self) -> Any:

@@ -59,7 +59,7 @@ def guided_tokenizer(tokenizer: tokenizers.Tokenizer, vocabulary: int, eos: Sequ
 
 
 class Constraint(Processor):
-    """A compiled grammar."""
+    """A compiled grammar. Requests may share it, also in different threads."""
 
     def __init__(self, grammar: Grammar, tokenizer: LLTokenizer) -> None:
         """Compile. Raises UsageError if that fails, or if no token can begin a text."""
@@ -67,7 +67,7 @@ class Constraint(Processor):
 
         self.name = grammar.kind
         self._start = LLMatcher(tokenizer, _source(grammar), log_level=0)
-        self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+        self._words = -(-tokenizer.vocab_size // 32)
         if self._start.is_error():
             reason = _reason(self._start.get_error())
             raise UsageError(f"the {grammar.kind} does not compile: {reason}", f"correct the {grammar.kind}")
@@ -113,11 +113,12 @@ class Constraint(Processor):
         return found
 
     def _allowed(self, matcher: LLMatcher) -> BoolArray | None:
-        """Return which tokens may follow, bool[V] or longer; None if none may. Valid until the next call."""
-        matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if matcher.is_error() or not self._bits.any():
+        """Return which tokens may follow, bool[V] or longer; None if none may."""
+        bits = np.zeros(self._words, np.int32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if matcher.is_error() or not bits.any():
             return None
-        return np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(np.bool_)
+        return np.unpackbits(bits.view(np.uint8), bitorder="little").view(np.bool_)
 
 
 def _reason(error: str) -> str:

@@ -80,8 +80,8 @@ def _operator_routes(service: Service) -> APIRouter:
         return {"status": "ready"}
 
     @routes.get("/metrics")
-    def metrics() -> Response:
-        """Return the metrics for Prometheus."""
+    async def metrics() -> Response:
+        """Return the metrics for Prometheus. They need no thread, since requests may hold all of them."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 
     @routes.get("/version")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,6 +16,8 @@ from redraft.types import Budget
 
 COMPLETION_TOKENS = 16
 """Most tokens of a completion that says nothing, as in OpenAI's reference."""
+MOST_SCHEMA_BYTES = 64 << 10
+"""Of a JSON schema. Larger ones may take seconds to compile."""
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "ignore_eos",
@@ -94,8 +97,17 @@ def _of_chat(request: ChatRequest, max_model_len: int) -> dict[str, Any]:
     if form is not None and form.type == "json_object":
         given["json_object"] = True
     if form is not None and form.json_schema is not None:
-        given["json_schema"] = form.json_schema.schema_
+        given["json_schema"] = _schema(form.json_schema.schema_)
     return given
+
+
+def _schema(schema: dict[str, Any]) -> str:
+    """Return the text of a JSON schema. Raises ApiError if it is too large."""
+    text = json.dumps(schema, ensure_ascii=False)
+    if (size := len(text.encode())) > MOST_SCHEMA_BYTES:
+        message = f"the JSON schema has {size} bytes, at most {MOST_SCHEMA_BYTES} are allowed"
+        raise wrong(message, "response_format.json_schema.schema", "invalid_value")
+    return text
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:

@@ -11,7 +11,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime.params import JSON_SCHEMA, LARK, REGEX, Grammar
-from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
+from redraft.runtime.sampling.constraints import Constraint, GrammarState, guided_tokenizer
 from tests.runtime.fakes import EOS, VOCABULARY, byte_text
 
 PERSON = {
@@ -47,6 +47,23 @@ def decoded(found: Constraint, seed: int, most: int = 400) -> str:
         tokens.append(token)
         state = found.advance(state, token)
     raise AssertionError("the text does not end")
+
+
+def test_threads_may_share_a_constraint() -> None:
+    """The mask of one thread must not be another's, whose call comes between."""
+    found = constraint(REGEX, "ab")
+    start = found.begin(())
+    after = found.advance(start, ord("a"))
+
+    class Interrupted:
+        is_error = start.matcher.is_error
+
+        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+            start.matcher.unsafe_compute_mask_ptr(address, size)
+            found.process(after, np.zeros(VOCABULARY, np.float32))
+
+    logits = found.process(GrammarState(Interrupted()), np.zeros(VOCABULARY, np.float32))
+    assert np.isfinite(logits).nonzero()[0].tolist() == [ord("a")]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from anyio import to_thread
 from starlette.testclient import TestClient
 
 from redraft.errors import BackendError, UsageError
@@ -328,6 +329,19 @@ def test_a_stream_that_cannot_begin_ends_its_requests() -> None:
         gate.opened.set()
         wait_until(lambda: runtime.health.requests == 0)
         assert ended_by_abort(client) == 1
+
+
+def test_metrics_need_no_thread() -> None:
+    async def scrape() -> int:
+        limiter = to_thread.current_default_thread_limiter()
+        limiter.total_tokens = 1
+        await limiter.acquire()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
+            return (await asyncio.wait_for(client.get("/metrics"), WAIT)).status_code
+
+    with toy() as runtime:
+        app = create_app(runtime, ServerSettings("toy"))
+        assert asyncio.run(scrape()) == 200
 
 
 def test_a_server_that_drains_takes_no_requests() -> None:

@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from redraft.runtime import Runtime
+from redraft.runtime.loop import request_maker
+from redraft.runtime.sampling.constraints import Constraint
 from redraft.runtime.server import endpoints
 from redraft.runtime.server.fields import ChatRequest, CompletionRequest, Fields, parse
 from redraft.runtime.text.tokenizer import Tokenizer
@@ -217,6 +219,25 @@ def test_answers_may_have_to_be_json(client: TestClient) -> None:
     (choice,) = chat(client, response_format={"type": "json_object"}).json()["choices"]
     assert choice["message"]["content"].startswith("{")
     assert "schema" in error_of(chat(client, response_format=form({"type": 5})), 400)["message"]
+    error = error_of(chat(client, response_format=form({"enum": ["é" * (33 << 10)]})), 400)
+    assert error["param"] == "response_format.json_schema.schema"
+
+
+def test_choices_share_a_compiled_grammar(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def counting(*arguments: Any) -> Constraint:
+        compiled.append(Constraint(*arguments))
+        return compiled[-1]
+
+    monkeypatch.setattr(request_maker, "Constraint", counting)
+    schema = {"name": "s", "schema": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 4}}
+    fields = {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": 60, "temperature": 1.0}
+    texts = [choice["message"]["content"] for choice in chat(client, n=4, seed=1, **fields).json()["choices"]]
+    assert len(compiled) == 1
+    assert {item for text in texts for item in json.loads(text)} <= {"x", "y"}
+    alone = [chat(client, seed=1 + number, **fields).json()["choices"][0] for number in range(4)]
+    assert [choice["message"]["content"] for choice in alone] == texts
 
 
 def test_an_answer_that_must_be_json_has_no_reasoning() -> None:
