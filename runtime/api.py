@@ -307,6 +307,14 @@ class Runtime:
         self._check_open()
         self._thread.check()
 
+    def check_queue(self, count: int) -> None:
+        """Raise QueueFull if so many more requests of `submit` find no space to run or wait now.
+
+        Raises UsageError if they never do, or if the runtime is closed.
+        """
+        self._check_open()
+        self._thread.loop.scheduler.check_queue(count)
+
     def step_within(self, block: AbstractContextManager[object]) -> None:
         """Enter `block` for each step and the deliveries of its outputs, in the loop's thread, from now on.
 

@@ -114,9 +114,25 @@ class Scheduler:
             free = self.slots.free if self._has_space(request, self._active) else 0
             most = None if self._max_waiting is None else self._max_waiting + free
             if limited and most is not None and len(self._waiting) >= most:
-                pace = self._request_seconds
-                raise QueueFull(len(self._waiting), None if pace is None else pace * len(self._waiting))
+                raise self._queue_full()
             self._waiting.push(request)
+
+    def check_queue(self, count: int) -> None:
+        """Raise QueueFull if `add` would now refuse one of so many limited requests, and UsageError if it always would.
+
+        It does not know their rows: `add` may refuse more.
+        """
+        if self._max_waiting is None:
+            return
+        most = self._max_waiting + self._verifier.max_num_seqs
+        if count > most:
+            raise UsageError(f"{count} requests at once are too many: {most} may run or wait", "raise max_waiting")
+        if len(self) + count > most:
+            raise self._queue_full()
+
+    def _queue_full(self) -> QueueFull:
+        waiting, pace = len(self._waiting), self._request_seconds
+        return QueueFull(waiting, None if pace is None else pace * waiting)
 
     def check(self, request: Request) -> None:
         """Raise UsageError for a request that could need more rows than all slots may have."""

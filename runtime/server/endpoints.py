@@ -50,6 +50,7 @@ class Endpoints:
         """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
         job = self._job(asked)
+        self._service.check_queue(job.choices)
         form = self._answer_format(asked, job)
         job = replace(job, sampling=replace(job.sampling, kept_tokens=form.kept_tokens(self._tokenizer)))
         text, ids = await to_thread.run_sync(self._chat_prompt, asked)
@@ -66,6 +67,7 @@ class Endpoints:
         asked = await self._read(request, CompletionRequest)
         _check_completion(asked)
         job, prompts = self._job(asked), prompts_of(asked)
+        self._service.check_queue(job.choices * len(prompts))
         ids = await to_thread.run_sync(lambda: [self._completion_ids(asked, prompt) for prompt in prompts])
         echoes = [self._echo(prompt) if asked.echo else "" for prompt in prompts]
         submissions = await self._service.submit(ids, job)

@@ -9,7 +9,7 @@ from collections import deque
 from redraft.runtime.server.errors import ApiError
 
 _REMEMBERED = 64
-"""Requests from whose pace the wait is estimated."""
+"""Choices from whose pace the wait is estimated."""
 
 
 class Backlog:
@@ -23,21 +23,29 @@ class Backlog:
         self.tokens = 0
 
     def enter(self, tokens: int) -> None:
-        """Add a request's tokens. Raises ApiError (429) if too many are queued."""
+        """Add the tokens of all choices of a request. Raises ApiError (429) if too many are queued."""
         with self._lock:
             if self._most is not None and self.tokens and self.tokens + tokens > self._most:
-                excess = self.tokens + tokens - self._most
+                excess = min(self.tokens + tokens - self._most, self.tokens)
                 raise ApiError(
                     429, f"{self.tokens} prompt tokens are queued already, of at most {self._most}",
                     code="queued_tokens", retry_after=self._seconds(excess),
                 )  # fmt: skip
+            if not self.tokens:  # the time without requests says nothing of their pace
+                self._left.clear()
+                self._left.append((time.monotonic(), 0))
             self.tokens += tokens
 
     def leave(self, tokens: int) -> None:
-        """Take a request's tokens out: it has its first token, or has ended."""
+        """Take out the tokens of a choice that has its first token."""
         with self._lock:
             self.tokens -= tokens
             self._left.append((time.monotonic(), tokens))
+
+    def cancel(self, tokens: int) -> None:
+        """Take out tokens of choices that get no token. They say nothing of the pace."""
+        with self._lock:
+            self.tokens -= tokens
 
     def _seconds(self, tokens: int) -> float:
         """Return in how many seconds so many tokens leave the queue, by the latest pace; 1 if that is unknown."""

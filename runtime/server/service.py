@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from anyio import CancelScope, to_thread
 
@@ -13,7 +12,7 @@ from redraft.errors import RedraftError, UsageError
 from redraft.runtime.api import GREEDY, Runtime
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.params import SamplingParams
-from redraft.runtime.server.errors import ApiError, api_error, unavailable
+from redraft.runtime.server.errors import ApiError, api_error, unavailable, wrong
 from redraft.runtime.server.limits import Backlog
 from redraft.runtime.server.metrics import ServerMetrics
 from redraft.runtime.server.parameters import Job
@@ -71,6 +70,17 @@ class Service:
             return f"no step has made progress for {health.idle_seconds:.0f} s, and {health.requests} requests wait"
         return None
 
+    def check_queue(self, choices: int) -> None:
+        """Raise ApiError or QueueFull if the queue has no space for so many choices now, or never has.
+
+        For a look before the work of preparing a request. Another request may still take the space.
+        """
+        self._check_accepting()
+        try:
+            self.runtime.check_queue(choices)
+        except UsageError as error:
+            raise wrong(error.message, "n", "too_many_choices") from error
+
     async def submit(self, prompts: Sequence[Sequence[int]], job: Job) -> list[Submission]:
         """Start every choice of every prompt, all of them or none. The choices of a prompt are in a row.
 
@@ -82,17 +92,25 @@ class Service:
         return started
 
     def _submit(self, prompts: Sequence[Sequence[int]], job: Job) -> list[Submission]:
-        started: list[Submission] = []
+        self._check_accepting()
         try:
-            self._check_accepting()
+            return self._start_all(prompts, job)
+        except RedraftError as error:
+            self._check_accepting()  # a runtime that died or was closed is nothing that the request can fix
+            raise api_error(error) from error
+
+    def _start_all(self, prompts: Sequence[Sequence[int]], job: Job) -> list[Submission]:
+        """Submit every choice. Raises ApiError if too many tokens are queued, and the errors of `Runtime.submit`."""
+        started: list[Submission] = []
+        queued = job.choices * sum(map(len, prompts))
+        self._backlog.enter(queued)
+        try:
             for ids in prompts:
                 for _ in range(job.choices):
                     started.append(self._start(ids, job, len(started)))
-        except RedraftError as error:
-            self.release(started)
-            self._check_accepting()  # a runtime that died or was closed is nothing that the request can fix
-            raise api_error(error) from error
+                    queued -= len(ids)
         except BaseException:
+            self._backlog.cancel(queued)
             self.release(started)
             raise
         return started
@@ -105,19 +123,13 @@ class Service:
         except UsageError as error:
             raise unavailable(error.message, "not_running") from error
 
-    def _start(self, ids: Sequence[int], job: Job, choice: int) -> Submission:
-        """Submit one choice. Raises ApiError if too many tokens are queued, and the errors of `Runtime.submit`."""
-        self._backlog.enter(len(ids))
-        watcher = _Watcher(self.metrics, lambda: self._backlog.leave(len(ids)))
-        try:
-            submission = self.runtime.submit(
-                ids, job.choice(choice), job.speculation, priority=job.priority,
-                timeout=self.settings.request_timeout, tenant=job.tenant, cache_salt=job.cache_salt,
-                on_output=watcher,
-            )  # fmt: skip
-        except BaseException:
-            watcher.leave()
-            raise
+    def _start(self, ids: Sequence[int], job: Job, index: int) -> Submission:
+        """Submit the choice of this index in the answer. Raises the errors of `Runtime.submit`."""
+        submission = self.runtime.submit(
+            ids, job.choice(index), job.speculation, priority=job.priority,
+            timeout=self.settings.request_timeout, tenant=job.tenant, cache_salt=job.cache_salt,
+            on_output=_Watcher(self.metrics, self._backlog, len(ids)),
+        )  # fmt: skip
         self.metrics.arrived(len(ids))
         self._running.add(submission)
         return submission
@@ -135,23 +147,20 @@ class Service:
 
 
 class _Watcher:
-    """Notes the outputs of a request, in the loop's thread. `leave` is called once, at the first token or the end."""
+    """Notes the outputs of a choice, in the loop's thread. Its first one takes its tokens out of the queue."""
 
-    def __init__(self, metrics: ServerMetrics, leave: Callable[[], None]) -> None:
+    def __init__(self, metrics: ServerMetrics, backlog: Backlog, tokens: int) -> None:
         self._metrics = metrics
-        self._leave = leave
-        self._queued = threading.Lock()  # locked once the request has left the queue
+        self._backlog = backlog
+        self._queued = tokens
 
     def __call__(self, output: RequestOutput) -> None:
         self._metrics.output(output.request, output)
-        if output.token_ids or output.finish_reason is not None:
-            self.leave()
+        if self._queued and (output.token_ids or output.finish_reason is not None):
+            queued, self._queued = self._queued, 0
+            (self._backlog.leave if output.token_ids else self._backlog.cancel)(queued)
         if output.finish_reason is not None:
             self._metrics.ended(output.request)
-
-    def leave(self) -> None:
-        if self._queued.acquire(blocking=False):
-            self._leave()
 
 
 def _defaults(runtime: Runtime) -> SamplingParams:

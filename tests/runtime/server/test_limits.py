@@ -16,15 +16,15 @@ from anyio import to_thread
 from starlette.testclient import TestClient
 
 from redraft.errors import BackendError, UsageError
-from redraft.runtime.api import GREEDY
+from redraft.runtime.api import GREEDY, Runtime
 from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.server.app import create_app
 from redraft.runtime.server.errors import ApiError, without_paths
 from redraft.runtime.server.limits import Backlog
 from redraft.runtime.server.settings import ServerSettings, read_api_keys
-from redraft.runtime.text.tokenizer import Detokenizer
+from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
 from tests.runtime.fakes import NO_NUMBERS, know_costs, mixing_rule
-from tests.runtime.server.serving import WAIT, Gate, client_of, error_of, events, toy
+from tests.runtime.server.serving import USER, WAIT, Gate, client_of, error_of, events, toy
 
 LONG = {"model": "toy", "prompt": "abc", "max_tokens": 100}
 
@@ -69,7 +69,7 @@ def test_a_full_queue_refuses_with_the_time_to_try_again(pool: ThreadPoolExecuto
         refused = ask(client)
         assert error_of(refused, 429)["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
-        assert error_of(ask(client, n=3), 429)
+        assert error_of(ask(client, n=2), 429)
         gate.opened.set()
         assert [one.result(WAIT).status_code for one in (running, waiting)] == [200, 200]
         assert ask(client, max_tokens=5).status_code == 200
@@ -77,17 +77,58 @@ def test_a_full_queue_refuses_with_the_time_to_try_again(pool: ThreadPoolExecuto
         assert 'redraft:requests_refused_total{model_name="toy",reason="queue_full"} 2.0' in text
 
 
-def test_choices_start_all_or_none(pool: ThreadPoolExecutor) -> None:
+def test_a_full_queue_refuses_before_a_prompt_is_encoded(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(free=3)
+    with toy(gate, max_num_seqs=1, max_waiting=0) as runtime:
+        client = client_of(runtime)
+        running = pool.submit(ask, client, max_tokens=5)
+        assert gate.reached.wait(WAIT)
+        with monkeypatch.context() as patch:
+            patch.delattr(Tokenizer, "encode")
+            assert error_of(ask(client), 429)["code"] == "queue_full"
+            chat = {"model": "toy", "messages": [USER]}
+            assert error_of(client.post("/v1/chat/completions", json=chat), 429)["code"] == "queue_full"
+        gate.opened.set()
+        assert running.result(WAIT).status_code == 200
+
+
+def test_choices_that_never_have_space_are_a_wrong_request() -> None:
+    with toy(max_num_seqs=2, max_waiting=1) as runtime:
+        client = client_of(runtime)
+        for fields in ({"n": 4}, {"n": 2, "prompt": ["a", "b"]}):
+            error = error_of(ask(client, **fields), 400)
+            assert (error["param"], error["code"]) == ("n", "too_many_choices")
+        assert ask(client, n=3, max_tokens=2).status_code == 200
+
+
+def test_choices_start_all_or_none(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue may fill after the look at it."""
+    monkeypatch.setattr(Runtime, "check_queue", lambda *_: None)
+    served, leave = [], Backlog.leave
+    monkeypatch.setattr(Backlog, "leave", lambda self, tokens: (served.append(tokens), leave(self, tokens)))
     gate = Gate(free=3)
     with toy(gate, max_num_seqs=2, max_waiting=0) as runtime:
         client = client_of(runtime)
         first = pool.submit(ask, client, max_tokens=5)
         assert gate.reached.wait(WAIT)
-        error_of(ask(client, n=2), 429)
+        error_of(ask(client, n=2, prompt="abcd"), 429)
         gate.opened.set()
         assert first.result(WAIT).status_code == 200
         wait_until(lambda: runtime.health.requests == 0)
         assert ended_by_abort(client) == 1
+        assert served == [3]
+        assert client.app.state.service._backlog.tokens == 0
+
+
+def test_an_empty_queue_takes_all_choices_of_a_request(pool: ThreadPoolExecutor) -> None:
+    gate = Gate(free=3)
+    with toy(gate) as runtime:
+        asked = pool.submit(ask, client_of(runtime, max_queued_tokens=6), prompt="abcd", n=3, max_tokens=5)
+        wait_until(lambda: runtime.health.requests == 3 or asked.done())
+        gate.opened.set()
+        assert asked.result(WAIT).status_code == 200
 
 
 def test_queued_tokens_are_limited(pool: ThreadPoolExecutor) -> None:
@@ -109,15 +150,33 @@ def test_queued_tokens_are_limited(pool: ThreadPoolExecutor) -> None:
 def test_the_time_to_try_again_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     backlog, now = Backlog(100), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    backlog.enter(100)
     for second in range(4):
         now[0] = float(second)
-        backlog.enter(20)
         backlog.leave(20)
-    backlog.enter(90)
+    backlog.cancel(10)  # it would double the pace
+    backlog.enter(50)
     with pytest.raises(ApiError) as caught:
-        backlog.enter(50)
-    assert caught.value.retry_after == pytest.approx(40 / 20)
-    assert backlog.tokens == 90
+        backlog.enter(80)
+    assert caught.value.retry_after == pytest.approx(40 / (80 / 3))
+    with pytest.raises(ApiError) as caught:
+        backlog.enter(1000)  # it may enter when the queue is empty
+    assert caught.value.retry_after == pytest.approx(60 / (80 / 3))
+    assert backlog.tokens == 60
+
+
+def test_time_without_requests_says_nothing_of_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlog, now = Backlog(100), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for start in (0.0, 1000.0):
+        now[0] = start
+        backlog.enter(90)
+        now[0] = start + 2
+        backlog.leave(20)
+        with pytest.raises(ApiError) as caught:
+            backlog.enter(50)
+        assert caught.value.retry_after == pytest.approx(20 / (20 / 2))
+        backlog.cancel(70)
 
 
 def test_a_body_that_is_too_large_is_refused_however_it_is_sent(pool: ThreadPoolExecutor) -> None:
