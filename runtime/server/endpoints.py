@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from anyio import to_thread
 from fastapi import Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from redraft.runtime.server.answers import ChatChoice, Choice, CompletionChoice, Json
 from redraft.runtime.server.errors import refused, wrong
@@ -77,13 +77,12 @@ class Endpoints:
         ]
         return await self._respond(request, asked, job, submissions, choices)
 
-    async def tokenize(self, request: Request) -> Json:
-        """Return the token ids of a prompt or of a conversation."""
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a prompt or of a conversation, whose limits are those of requests."""
         asked = await self._read(request, TokenizeRequest)
         if (asked.prompt is None) == (asked.messages is None):
             raise wrong("give one of prompt and messages", "prompt")
-        ids = await to_thread.run_sync(self._tokens, asked)
-        return {"tokens": ids, "count": len(ids), "max_model_len": self._runtime.max_model_len}
+        return await to_thread.run_sync(self._tokenized, asked)
 
     async def detokenize(self, request: Request) -> Json:
         """Return the text of token ids."""
@@ -155,13 +154,16 @@ class Endpoints:
     def _echo(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _tokens(self, asked: TokenizeRequest) -> list[int]:
+    def _tokenized(self, asked: TokenizeRequest) -> Response:
+        most = self._service.most_prompt_tokens
         if asked.messages is None:
-            return self._tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
-        text = chat_prompt(
-            self._tokenizer, asked.messages, asked.tools, asked.chat_template_kwargs, asked.add_generation_prompt
-        )
-        return self._tokenizer.encode(text, special_tokens=False)
+            ids = encode_prompt(self._tokenizer, asked.prompt or "", most, asked.add_special_tokens, "prompt")
+        else:
+            text = chat_prompt(
+                self._tokenizer, asked.messages, asked.tools, asked.chat_template_kwargs, asked.add_generation_prompt
+            )
+            ids = encode_prompt(self._tokenizer, text, most, False, "messages")
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._runtime.max_model_len})
 
     async def _respond(
         self, request: Request, asked: SampledRequest, job: Job, submissions: Sequence[Submission],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import threading
@@ -12,6 +13,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
+from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 
 from redraft.runtime import Runtime
@@ -317,6 +319,23 @@ def test_tokens_and_texts(client: TestClient) -> None:
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "aé"}
     error_of(client.post("/detokenize", json={"tokens": [1 << 40]}), 400)
     error_of(client.post("/tokenize", json={"prompt": "a", "messages": [USER]}), 400)
+
+
+def test_texts_to_tokenize_have_the_limits_of_prompts(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(runtime, max_prompt_tokens=20)
+    assert client.post("/tokenize", json={"prompt": "a" * 20}).json()["count"] == 20
+    for body in ({"prompt": "a" * 21}, {"messages": [{"role": "user", "content": "a" * 21}]}):
+        error = error_of(client.post("/tokenize", json=body), 400)
+        assert (error["param"], error["code"]) == (next(iter(body)), "context_length_exceeded")
+
+    class Rendered(JSONResponse):
+        def render(self, content: Any) -> bytes:
+            with pytest.raises(RuntimeError):  # it would hold up all others
+                asyncio.get_running_loop()
+            return super().render(content)
+
+    monkeypatch.setattr(endpoints, "JSONResponse", Rendered)
+    assert client.post("/tokenize", json={"prompt": "a"}).json()["tokens"] == [97]
 
 
 def test_the_served_model_is_described(client: TestClient) -> None:
