@@ -135,7 +135,7 @@ class DecodeLoop:
         ]
         with drafting(*[step.request for step, offer in zip(batch.steps, offers, strict=True) if offer]):
             if kind is OfferKind.FRESH:
-                with stage(f"draft rows {maker.name}") as rows:
+                with stage(f"catch-up {maker.name}") as rows:
                     maker.catch_up(batch.requests, budgets)
                 batch.times.catch_up_ms += rows.latest * 1e3
             with stage(f"{STAGES[kind]} {maker.name}"):

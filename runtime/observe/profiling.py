@@ -3,6 +3,7 @@
 One `with` updates the clock of the metrics and the listener, if any.
 
     step   offers, resample, draft   ready trees; trees that drafters make, their engine calls included
+           catch-up                  rows that drafters had put off
            choose, fill              cutting the trees; the engine's inputs
            verify                    the verifier's engine call; on a device, it contains `wait` for the result
            accept, commit            accepted tokens, and moved rows; updates of sequences, drafter and controller
@@ -33,6 +34,7 @@ WAIT = "wait"
 FIELDS: Mapping[str, str] = {
     STEP: "total",
     "offers": "draft",
+    "catch-up": "draft",
     "draft": "draft",
     "resample": "resample",
     "verify": "verify",

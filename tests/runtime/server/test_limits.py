@@ -395,7 +395,7 @@ def test_metrics_need_no_thread() -> None:
         limiter = to_thread.current_default_thread_limiter()
         limiter.total_tokens = 1
         await limiter.acquire()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return (await asyncio.wait_for(client.get("/metrics"), WAIT)).status_code
 
     with toy() as runtime:

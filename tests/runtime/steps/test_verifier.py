@@ -23,6 +23,7 @@ from redraft.runtime.steps import graph_steps
 from redraft.runtime.steps.graph_steps import GraphSteps
 from redraft.runtime.steps.verifier import Verifier
 from redraft.runtime.trees.tree import chain, make_tree, root_only
+from redraft.types import NO_SPECULATION
 from tests.runtime.devices import cpu_device, open_over, opener, tensorrt_device
 from tests.runtime.fakes import SHAPE, VOCABULARY, FakeEngine, engine_of, fake_verifier, mixing_rule
 from tests.runtime.lyanna_bundle import CONTEXT, FULL, PARAMS, PROMPTS, fill, request
@@ -87,6 +88,7 @@ def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
             seq.slot = slot
             drafter.begin(seq)
             fill(verifier, seq, drafter)
+            drafter.catch_up([seq] * (slot + 1), [NO_SPECULATION] * slot + [FULL])
             return int(seq.drafting[drafter].cache_len)
 
         kept = prefilled(0)
