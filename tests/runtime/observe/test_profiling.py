@@ -20,7 +20,7 @@ from redraft.types import Budget
 from tests.runtime.fakes import greedy, know_costs, make_runtime
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
-PARTS = {"offers", "resample", "draft", "choose", "fill", "verify", "accept", "commit"}
+PARTS = {"offers", "catch-up", "resample", "draft", "choose", "fill", "verify", "accept", "commit"}
 BUDGET = Budget(6, 3, 2)
 
 
