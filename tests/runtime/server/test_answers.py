@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,29 +13,13 @@ from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.server.prompts import fill_in_prompt
 from redraft.runtime.server.tokens import TokenTexts
 from redraft.runtime.text.tokenizer import Tokenizer
-from tests.runtime.fakes import EOS, VOCABULARY, byte_text, know_costs, script
+from tests.runtime.fakes import EOS, VOCABULARY, byte_text, script
 from tests.runtime.server.serving import HERMES, USER, client_of, events, toy
 
 PROMPT = "user: hi\nassistant: "
 CALL = '<think>why</think>Yes. <tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>'
 FIXED = {"num_speculative_tokens": 3, "controller": "fixed"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    know_costs(monkeypatch)
-
-
-@pytest.fixture
-def runtime() -> Iterator[Runtime]:
-    with toy() as found:
-        yield found
-
-
-@pytest.fixture
-def client(runtime: Runtime) -> TestClient:
-    return client_of(runtime)
 
 
 def chat(client: TestClient, **fields: Any) -> Any:

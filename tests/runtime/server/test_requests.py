@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -22,28 +21,12 @@ from redraft.runtime.sampling.constraints import Constraint
 from redraft.runtime.server import endpoints
 from redraft.runtime.server.fields import ChatRequest, CompletionRequest, Fields, parse
 from redraft.runtime.text.tokenizer import Tokenizer
-from tests.runtime.fakes import EOS, know_costs, script
+from tests.runtime.fakes import EOS, script
 from tests.runtime.server.serving import HERMES, USER, client_of, error_of, events, toy
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"name": "s", "schema": {"type": "object"}}
-
-
-@pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    know_costs(monkeypatch)
-
-
-@pytest.fixture
-def runtime() -> Iterator[Runtime]:
-    with toy() as found:
-        yield found
-
-
-@pytest.fixture
-def client(runtime: Runtime) -> TestClient:
-    return client_of(runtime)
 
 
 def chat(client: TestClient, **fields: Any) -> Any:
