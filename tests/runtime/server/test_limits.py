@@ -23,15 +23,10 @@ from redraft.runtime.server.errors import ApiError, without_paths
 from redraft.runtime.server.limits import Backlog
 from redraft.runtime.server.settings import ServerSettings, read_api_keys
 from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
-from tests.runtime.fakes import NO_NUMBERS, know_costs, mixing_rule
+from tests.runtime.fakes import NO_NUMBERS, mixing_rule
 from tests.runtime.server.serving import USER, WAIT, Gate, client_of, error_of, events, toy
 
 LONG = {"model": "toy", "prompt": "abc", "max_tokens": 100}
-
-
-@pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    know_costs(monkeypatch)
 
 
 @pytest.fixture

@@ -17,17 +17,12 @@ import pytest
 from redraft.errors import UsageError
 from redraft.runtime.server.process import MOST_HEADER_BYTES, bound_socket
 from redraft.runtime.server.settings import ServerSettings
-from tests.runtime.fakes import EOS, know_costs, script
+from tests.runtime.fakes import EOS, script
 from tests.runtime.server import serving
 from tests.runtime.server.serving import HERMES, USER, WAIT, Gate, error_of, listening, toy
 
 CALL = '<think>why</think><tool_call>{"name": "f", "arguments": {"x": 5}}</tool_call>'
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(autouse=True)
-def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    know_costs(monkeypatch)
 
 
 def client_at(url: str, key: str = "none") -> openai.OpenAI:
