@@ -114,6 +114,32 @@ def test_a_step_reports_the_time_of_each_source(monkeypatch: pytest.MonkeyPatch)
     assert (verifier.clock.draft, verifier.clock.resample) == (7.0, 3.0)
 
 
+class Behind(Wide):
+    """Has put off 200 rows of each request, until the first draft for it."""
+
+    def __init__(self, verifier: object) -> None:
+        super().__init__(verifier)
+        self.caught_up: list[list[int]] = []
+
+    def waiting(self, seq: Request) -> int:
+        return 0 if any(seq.slot in slots for slots in self.caught_up) else 200
+
+    def catch_up(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> None:
+        self.caught_up.append([seq.slot for seq, budget in zip(batch, budgets, strict=True) if budget.nodes])
+
+
+def test_a_step_waits_for_the_rows_of_few_requests() -> None:
+    """At most 256 rows: each step catches up for one request more."""
+    loop = loop_of(most=3)
+    drafter = Behind(loop.verifier)
+    how = Speculation(drafter, FixedBudget(Budget(2, 2, 2)))
+    for number in range(3):
+        loop.add(request(letters(4, number), 30, speculation=how))
+    while len(drafter.caught_up) < 4:
+        loop.step()
+    assert drafter.caught_up[:4] == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
+
+
 def test_a_running_request_has_a_token_in_every_step_while_a_prompt_is_computed() -> None:
     loop = loop_of()
     first, second = request(letters(3), 60), request(letters(300))
