@@ -95,8 +95,9 @@ def test_waits_are_those_of_a_queue() -> None:
     assert waits(served, 1) == [0, 2, 2, 2, 0]
 
 
-def test_different_prompts_run_at_once_and_no_request_finds_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    know_costs(monkeypatch)
+def test_different_prompts_run_at_once_and_no_request_finds_rows(
+    monkeypatch: pytest.MonkeyPatch, ticking: None
+) -> None:
     running: set[Request] = set()
     most, same = [], []
 

@@ -44,9 +44,9 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_methods_share_a_batch_and_one_verification(tiny_bundle: Path, device: str | None) -> None:
-    """Each request has its own method. A step calls the verifier once, and each drafter at most once a kind.
+    """Each request has its own method. A step calls the verifier once, and each drafter once a run of slots.
 
-    Rows of prompts that drafters have put off take calls of their own.
+    Four slots have at most two runs. Rows of prompts that drafters have put off take calls of their own.
     """
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(WAYS))]
     with Runtime.open(tiny_bundle, threads=1, max_num_seqs=4, device=device, verify=False) as runtime:
@@ -72,6 +72,6 @@ def test_methods_share_a_batch_and_one_verification(tiny_bundle: Path, device: s
     ]
     calls = [[name for name in names if name.startswith("engine.")] for names in steps]
     assert all(names.count("engine.verifier") == 1 for names in calls)
-    assert all(len(set(names)) == len(names) for names in calls)  # a step makes each call once
+    assert all(names.count(name) <= 2 for names in calls for name in names)
     drafted = [{name for name in names if "draft" in name or "resample" in name} for names in calls]
     assert any(len(names) > 1 for names in drafted)
