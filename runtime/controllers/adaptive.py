@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from redraft.runtime.controllers.base import Controller, merged_ready
 from redraft.runtime.controllers.calibration import FAST, SLOW
 from redraft.runtime.controllers.cost import VerifyCosts
-from redraft.runtime.controllers.experience import ControllerState, Experience, Gain, MethodStatistics, StepCosts
+from redraft.runtime.controllers.experience import (
+    ControllerState,
+    Experience,
+    Gain,
+    MethodStatistics,
+    StepCosts,
+    Tries,
+)
 from redraft.runtime.controllers.probes import Probes
 from redraft.runtime.controllers.sizes import Ranking, TreeShares, best_first, ranked_shares
 from redraft.runtime.trees.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
@@ -62,6 +69,7 @@ class Adaptive(Controller):
     few. In a batch, a request pays for what it adds to the plain call: its rows, its lookup, its part of a draft. It
     pays B times that for B sequences, since all of them wait. A batch has an `Account` of its gains: without it, many
     requests that each lose a little, and learn it each, would lose too much. While it is empty, all steps are plain.
+    One that is alone where others can join has an account too: it may end before it has learned.
     A new request starts with its method's experience, and a new method with some credit.
     """
 
@@ -69,6 +77,8 @@ class Adaptive(Controller):
 
     def __init__(self, verifying: VerifyCosts) -> None:
         self._verifying = verifying
+        self._shared = max(verifying.measured) > 1
+        """True if several requests can share a call, though one may be alone at the moment."""
         self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=verifying.largest - 1)
         self.gain = Gain()
         """Of all steps in which no other controller drafted."""
@@ -94,7 +104,7 @@ class Adaptive(Controller):
     def plan(self, batch: Batch) -> None:
         """Select the offer with the largest gain for each request that does not pause."""
         self._begin(batch.sequences)
-        closed = batch.sequences > 1 and self._methods.account(batch).closed
+        closed = self._shared and self._methods.account(batch).closed
         asked = []
         for step in batch.steps:
             state = self._methods.state_of(step.request)
@@ -153,12 +163,16 @@ class Adaptive(Controller):
             waiting = next((offer.waiting for offer in offers if offer.key.kind is OfferKind.FRESH), None)
             if waiting is None:
                 continue
-            tries = state.tries if sequences == 1 else state.method.tries
+            tries = self._tries(state)
             tries.since += 1
             if tries.since > tries.patience * sequences and waiting < due.get(id(tries), (sys.maxsize, state))[0]:
                 due[id(tries)] = waiting, state
         for _, state in due.values():
             state.tried = True
+
+    def _tries(self, state: ControllerState) -> Tries:
+        """Return the tries of a request's method, or its own if no other request can wait for its drafts."""
+        return state.method.tries if self._shared else state.tries
 
     def _plan(self, state: ControllerState, offers: Sequence[Offer], limits: StepLimits, found: Tree) -> Plan:
         best, taken, fresh = state.ready[1], None, None
@@ -229,7 +243,7 @@ class Adaptive(Controller):
         self._learn_gains(steps, states, ranking.sizes(paying), paying, None if together else gain, batch.sequences)
         nodes = paying
         if batch.widest == 1:
-            most_ms = inf if batch.sequences == 1 else self._methods.account(batch).balance * self._table[1]
+            most_ms = self._methods.account(batch).balance * self._table[1] if self._shared else inf
             nodes = self._probes.nodes(batch.sequences, self._table, paying, len(ranking.shares), most_ms)
         for step, state, whole, size in zip(steps, states, wholes, ranking.sizes(nodes), strict=True):
             state.probed, state.together = nodes > paying, together
@@ -291,9 +305,9 @@ class Adaptive(Controller):
         for call, users in gained.items():
             if call[1] is OfferKind.FRESH:
                 pays = sum([max(more, 0.0) for _, more in users]) > self._rate * self._costs.call_ms(call, len(users))
-                for state, more in users if sequences == 1 else users[:1]:
-                    tries = state.tries if sequences == 1 else state.method.tries
-                    tries.made(pays and (more > 0 or sequences > 1), LONGEST_PAUSE * min(sequences, 2))
+                state, more = users[0]
+                longest = LONGEST_PAUSE * (2 if self._shared else 1)
+                self._tries(state).made(pays and (more > 0 or self._shared), longest)
 
     def explain(self, request: Request) -> Choice | None:
         """Return the inputs of the request's latest choice."""

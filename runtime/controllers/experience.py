@@ -158,7 +158,7 @@ class MethodRecord:
     """Statistics of a method's requests with one kind of noise, with which its next such request starts.
 
     gain: expected tokens of trees beyond their cost of verification, by offer.
-    tries: of fresh drafts in batches, whose calls all requests wait for.
+    tries: of fresh drafts whose calls other requests may wait for.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
@@ -177,7 +177,7 @@ class ControllerState:
     rate, gains, tried, probed, together, least: fields of this step's `Choice`.   weighed: its found, whole and shares.
     shares:   probability of each node after the root to be accepted in this step, by `ranked_shares`.
     waiting:  steps still to pause.   pause: length of the latest pause.
-    tries:    of fresh drafts while it is alone.
+    tries:    of fresh drafts that no other request can wait for.
     """
 
     experience: Experience
@@ -231,12 +231,12 @@ class MethodStatistics:
     def _opened(self, sequences: int, own: int, methods: str) -> Account:
         """Return an account for a new size of batches, with no larger a balance than that of the nearest size.
 
-        It has no debt: one plain step, and speculation is tried. A single sequence needs no account.
+        It has no debt: one plain step, and speculation is tried.
         """
         known = [
             (abs(number - sequences), account.balance)
             for (number, others, names), account in self._accounts.items()
-            if names == methods and number > 1 and number - others == sequences - own
+            if names == methods and number - others == sequences - own
         ]
         return Account(min(max(min(known)[1], 0.0), _FIRST_BALANCE) if known else _FIRST_BALANCE)
 

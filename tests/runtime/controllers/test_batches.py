@@ -259,7 +259,6 @@ def test_a_new_size_of_batches_begins_with_the_balance_of_the_nearest_but_withou
     def account(sequences: int) -> Account:
         return statistics.account(Offered.of(requests[:sequences], [None] * sequences))
 
-    account(1).balance = 0.1  # a single sequence has no use for it
     assert account(2).balance == 1.0
     account(2).balance = 0.4
     account(8).balance = -0.7
@@ -329,6 +328,28 @@ def test_of_a_batch_the_request_with_the_fewest_waiting_rows_tries_a_draft_that_
         tried += drafted
     assert len(tried) > 3
     assert set(tried) == {1}
+
+
+@pytest.mark.parametrize(("slots", "most"), [(2, 1), (1, 8)])
+def test_requests_that_are_alone_for_a_moment_learn_together_that_drafts_do_not_pay(slots: int, most: int) -> None:
+    """Where others can join, eight requests one after the other lose one draft. Otherwise each tries for itself."""
+    controller, drafts = Adaptive(costs(slots)), 0
+    controller.expect(DRAFTER, Costs(1000.0, 0.0))
+    for _ in range(8):
+        request = sequence()
+        for _ in range(3):
+            batch = Offered.of([request], waiting_offers(0))
+            controller.plan(batch)
+            (step,) = batch.steps
+            step.made = [(offer, chain(0.01)) for offer in step.plan.make]
+            controller.cut(batch)
+            drafts += len(step.made)
+            step.outcome = outcome(step.tree, 0)
+            made_ms = {(DRAFTER, OfferKind.FRESH): 1000.0} if step.made else {}
+            batch.times = StepTimes(0.0, made_ms, row_ms(1), HOST_MS)
+            controller.observe(batch)
+    assert 1 <= drafts <= most
+    assert slots > 1 or drafts == most
 
 
 def test_rows_that_wait_have_a_price_which_later_drafts_share() -> None:
