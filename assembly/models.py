@@ -50,6 +50,15 @@ def find_checkpoint(model: str, report: Reporter) -> Path:
     return find_model(model, find_recipe(model), report).path
 
 
+def bundle_name(model: str, recipe: Recipe | None) -> str:
+    """Return the name of the bundle of MODEL, which need not be there."""
+    if recipe is not None:
+        return recipe.name
+    if Path(model).is_dir():
+        return Path(model).resolve().name
+    return Path(model).stem if model.endswith(SUFFIX) else model.rpartition("/")[2]
+
+
 def find_model(
     model: str, recipe: Recipe | None, report: Reporter, path: Path | None = None, shape_folder: Path | None = None
 ) -> Model:
@@ -63,16 +72,17 @@ def find_model(
     """
     from redraft.engines.recipes import recipe_names
 
+    name = bundle_name(model, recipe)
     if recipe is not None:
-        return Model(recipe.name, model, path or _recipes_checkpoint(recipe, report, shape_folder), recipe.shape)
+        return Model(name, model, path or _recipes_checkpoint(recipe, report, shape_folder), recipe.shape)
     if path is not None:
         raise UsageError(f"--model-path needs a recipe, and {model!r} is not one", "give the folder as MODEL itself")
     if Path(model).is_dir():
-        return Model(Path(model).resolve().name, model, Path(model))
+        return Model(name, model, Path(model))
     if model.endswith(SUFFIX):
-        return Model(_gguf_file(model).stem, model, Path(model))
+        return Model(name, model, _gguf_file(model))
     if HUB_ID.fullmatch(model):
-        return Model(model.rpartition("/")[2], model, _download(model, report))
+        return Model(name, model, _download(model, report))
     known = ", ".join(recipe_names())
     raise UsageError(
         f"no model {model!r}", f"give a checkpoint folder, a GGUF file, a Hugging Face id, or a recipe ({known})"

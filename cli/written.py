@@ -16,8 +16,11 @@ from rich.text import Text
 if TYPE_CHECKING:
     from redraft.runtime.generation import Piece
 
-STYLES = {"verifier": "", "lookup": "green", "drafter": "cyan"}
-WORDS = {"verifier": "by the model itself", "lookup": "looked up in the text", "drafter": "drafted"}
+STYLES = {"verifier": "", "lookup": "green", "drafter": "cyan", "resampled": "magenta"}
+WORDS = {
+    "verifier": "by the model itself", "lookup": "looked up in the text", "drafter": "drafted",
+    "resampled": "drafted by resampling",
+}  # fmt: skip
 """The meaning of origins of `redraft.runtime.generation`, in the order in which users see them."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 

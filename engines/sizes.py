@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from redraft.engines.device import byte_size
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt_records import weights_file
 from redraft.names import CODES, ROWS, SCALES, SMOOTHING, VERIFIER, ZEROS, WeightRef
@@ -34,6 +35,21 @@ def engine_bytes(manifest: Manifest) -> tuple[int, int]:
     copies = [weights_file(graph) for graph in engines if weights_file(graph) in manifest.files]
     built = [engine.file for engine in engines.values()]
     return sum(manifest.files[file].size for file in built), sum(manifest.files[file].size for file in copies)
+
+
+def weight_bytes(manifest: Manifest) -> int:
+    """Return the bytes of the files from which the verifier and the drafters read weights and tables."""
+    records = manifest.drafters.values()
+    refs = [*manifest.weights, *(ref for record in records for ref in (*record.weights, *record.tables))]
+    engines = manifest.tensorrt.engines.values() if manifest.tensorrt else ()
+    files = {engine.file for engine in engines} or {ref.file for ref in refs}
+    return sum(manifest.files[file].size for file in files)
+
+
+def kv_bytes(manifest: Manifest, slots: int) -> int:
+    """Return the bytes of the verifier's keys and values in so many slots, all of them full."""
+    shape = manifest.shape
+    return byte_size(shape.dtype, (2 * shape.layers, slots, shape.kv_heads, manifest.max_model_len, shape.head_dim))
 
 
 def product_bytes(bundle: Path, graph: GraphRecord, weights: Iterable[WeightRef]) -> int:

@@ -38,6 +38,12 @@ class LruCache(Generic[K, V]):
         """Return all keys with their values, the least recently used first. None of them counts as used."""
         return [*self._values.items()]
 
+    def drop(self, wanted: Callable[[K], bool]) -> None:
+        """Drop the values with such keys."""
+        for key in [key for key in self._values if wanted(key)]:
+            self._before_drop()
+            del self._values[key]
+
     def clear(self) -> None:
         """Drop all values."""
         self._values.clear()

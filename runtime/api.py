@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import IO, Any, Self
 
 from redraft.engines import Bundle, check_max_num_seqs, open_bundle, open_device, open_host
 from redraft.engines.host_device import HostDevice
-from redraft.errors import UsageError
+from redraft.errors import BundleError, UsageError
 from redraft.runtime.controllers.cost import VerifyCosts
 from redraft.runtime.controllers.experience import Gain
 from redraft.runtime.drafters.synthetic import Acceptance
-from redraft.runtime.generation import Generation, RequestError
+from redraft.runtime.generation import Generation, RequestError, keep_tree
 from redraft.runtime.loop.decode_loop import DecodeLoop, Health
 from redraft.runtime.loop.request_maker import Parameters, Prompt, RequestMaker, parameters_of
 from redraft.runtime.loop.speculation import SpeculationFactory, check_options
@@ -70,6 +70,7 @@ class Runtime:
         cls, path: Path | str, threads: int | None = None, max_num_seqs: int = 1, verify: bool | None = None,
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None, exact: bool = True,
         max_waiting: int | None = None, prefix_slots: int | None = None, max_total_tokens: int | None = None,
+        report: Callable[[str], None] = lambda message: None,
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`.
 
@@ -88,6 +89,7 @@ class Runtime:
         max_total_tokens: most tokens whose rows are kept in all slots together, those of drafts included. If rows run
                       out, prefixes are dropped, then the youngest request waits and goes on later with the same text.
                       A request that could have more tokens is refused. None is no limit: each slot may be full.
+        report:       called with the name of each stage that may take seconds, when it begins.
         The first opening on a machine takes up to three seconds longer: it checks kernels and measures their costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, for more than MOST_THREADS,
         or an unknown device.
@@ -103,6 +105,7 @@ class Runtime:
             raise UsageError(
                 f"threads must be at most {MOST_THREADS}, not {threads}", "give one a core, or leave it out"
             )
+        report("checking the bundle")
         bundle = open_bundle(path, verify)
         check_options(drafter_options or {}, bundle)
         manifest = bundle.manifest
@@ -111,6 +114,7 @@ class Runtime:
         largest = manifest.largest_call
         if largest is not None:
             check_max_num_seqs(largest[0], max_num_seqs)
+        report("loading the engine")
         # First, since the engine takes the memory that reading a tokenizer leaves.
         tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         opened = open_device(bundle, device, threads) if device else open_host(bundle, threads, max_num_seqs, exact)
@@ -122,7 +126,9 @@ class Runtime:
         )  # fmt: skip
         identity = identity_of(bundle, opened, threads, max_num_seqs)
         if exact and isinstance(opened, HostDevice):
+            report("comparing kernels")
             settle_exactness(verifier, identity)
+        report("measuring costs")
         costs, rows, eos = load_costs(verifier, identity), manifest.max_model_len, manifest.eos_token_ids
         return cls(
             verifier, tokenizer, costs, rows, eos, drafter_options, bundle, identity, exact, max_waiting,
@@ -238,31 +244,37 @@ class Runtime:
 
     def submit(  # noqa: PLR0913 - options of the public interface
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None, *,
-        priority: int = 0, timeout: float | None = None, tenant: str | None = None, cache_salt: str | None = None,
-        on_output: Listener | None = None,
+        priority: int = 0, timeout: float | None = None, first_token_timeout: float | None = None,
+        tenant: str | None = None, cache_salt: str | None = None, on_output: Listener | None = None,
+        keep_trees: bool = False,
     ) -> Submission:  # fmt: skip
         """Begin to continue `prompt`, beside all other requests. May be called from any thread.
 
         priority:   requests of smaller numbers come first, and take the slots of others if necessary.
         timeout:    seconds from now after which it ends, with the reason `timeout`.
+        first_token_timeout: the same if it has no token yet.
         tenant:     requests of one priority come tenant by tenant, in turns.
         cache_salt: only requests of equal salts share the rows of equal prefixes.
         on_output:  called in the loop's thread with each step's output. It must return soon, and may submit and abort.
+        keep_trees: the trees of its steps are read later (`RequestOutput.step`), so those on a device are copied.
         Raises UsageError as `generate` does, and QueueFull if `max_waiting` requests wait already.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UsageError(f"priority must be a whole number, not {priority!r}")
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-            raise UsageError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        for name, seconds in (("timeout", timeout), ("first_token_timeout", first_token_timeout)):
+            if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+                raise UsageError(f"{name} must be a positive number of seconds, not {seconds!r}")
         for name, key in (("tenant", tenant), ("cache_salt", cache_salt)):
             if key is not None and not isinstance(key, str):
                 raise UsageError(f"{name} must be a text, not {key!r}")
-        deadline = None if timeout is None else time.monotonic() + timeout
+        now = time.monotonic()
         (submission,) = self._prepared([prompt], params, speculation, listener=on_output)
         request = submission.request
         request.priority, request.salt = priority, cache_salt
         request.turn = tenant if tenant is not None else request.tenant
-        request.deadline = deadline
+        request.deadline = None if timeout is None else now + timeout
+        request.first_token_deadline = None if first_token_timeout is None else now + first_token_timeout
+        request.record = keep_tree if keep_trees else None
         submission.start(limited=True)
         return submission
 
@@ -293,6 +305,12 @@ class Runtime:
         """The state of the decode loop: its requests, and the time since a step made progress."""
         self._check_open()
         return self._thread.loop.health
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that have not ended, those with a slot first. Other threads change them."""
+        self._check_open()
+        return self._thread.loop.scheduler.requests
 
     @property
     def gain(self) -> Gain:
@@ -348,6 +366,33 @@ class Runtime:
         with self._thread.paused():
             self._speculation.forget(tenant)
 
+    def reload_drafters(self) -> tuple[str, ...]:
+        """Read the bundle's drafters again from its folder, and return the ids of those that changed.
+
+        Requests go on with the drafters that they have, and new ones get the new drafters. No text changes. The memory
+        of an old drafter is given back when its last request has ended, with the next request or reload.
+        Raises UsageError without a bundle and on a GPU, and BundleError and BackendError for a bundle that is damaged,
+        or differs in more than drafters. Then all drafters stay as they are.
+        """
+        self._check_open()
+        if self._bundle is None:
+            raise UsageError("this runtime has no bundle to read drafters from")
+        try:
+            bundle = open_bundle(self._bundle.path)
+            with self._thread.paused():
+                changed = self._speculation.replace_drafters(bundle)
+        except OSError as error:  # the files are exchanged at this moment
+            raise BundleError(f"the bundle's files cannot be read: {error.strerror}") from error
+        self._release_drafters()
+        return changed
+
+    def _release_drafters(self) -> None:
+        """Close the replaced drafters that no request drafts with."""
+        with self._thread.paused():
+            scheduler = self._thread.loop.scheduler
+            for drafter in self._speculation.release(scheduler.requests):
+                scheduler.slots.forget_drafter(drafter)
+
     def forget_prefixes(self) -> None:
         """Drop the rows that are kept of earlier requests, so that the next ones compute all of theirs."""
         self._check_open()
@@ -394,6 +439,8 @@ class Runtime:
         if self.verifier.cold and not self._thread.loop.scheduler.slots.used:
             with self._pause():
                 pass
+        if self._speculation.replaced:
+            self._release_drafters()
         requests = self._requests.make(prompts, given, forced, record_logit_margins, self._pause)
         for request in requests:
             self._thread.loop.scheduler.check(request)

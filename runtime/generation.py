@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime.drafters.synthetic import LABEL
 from redraft.runtime.observe.metrics import Metrics, summarise
+from redraft.runtime.requests.batch import RequestStep
 from redraft.runtime.requests.request import FinishReason, Request
 from redraft.runtime.sampling.truncation import TokenLogprobs
 from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
 from redraft.runtime.trees.offers import Plan
 from redraft.runtime.trees.tree import shared_nodes
-from redraft.types import Outcome, Tree
+from redraft.types import OfferKind, Outcome, Tree
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,15 @@ class RequestError(UsageError):
 
 
 class Origin(StrEnum):
-    """The source of a token: the verifier itself, or an accepted draft of known text or of a drafter."""
+    """The source of a token: the verifier itself, or an accepted draft of known text or of a drafter.
+
+    RESAMPLED: a drafter's tree from unused hidden states of its last draft, instead of a new draft.
+    """
 
     VERIFIER = "verifier"
     LOOKUP = "lookup"
     DRAFTER = "drafter"
+    RESAMPLED = "resampled"
 
 
 class Piece(NamedTuple):
@@ -107,12 +112,37 @@ class Piece(NamedTuple):
     origin: Origin
 
 
-def origins(plan: Plan, tree: Tree, outcome: Outcome) -> list[Origin]:
-    """Return the origin of each of a step's tokens.
+def origins(step: RequestStep) -> list[Origin]:
+    """Return the origin of each of a step's tokens."""
+    if step.outcome is None:
+        return []
+    nodes, path = node_origins(step), step.outcome.path
+    drafted = [nodes[node - 1] for node in path]
+    return [*drafted, *[Origin.VERIFIER] * (len(step.outcome.tokens) - len(drafted))]
 
-    A drafted node that the lookup had too counts for the lookup, as in `redraft.runtime.observe.trace`. A tree on a
-    device is all a drafter's.
+
+def node_origins(step: RequestStep) -> list[Origin]:
+    """Return the origin of each node of a step's tree after its root.
+
+    A drafted node that the lookup had too counts for the lookup, as in `redraft.runtime.observe.trace`, and then a
+    resampled one that a new draft had too for the resampling. A tree on a device is all a drafter's.
     """
-    looked_up = outcome.path if not plan.make else () if tree.on_device else shared_nodes(tree, plan.found)
-    drafted = [Origin.LOOKUP if node in looked_up else Origin.DRAFTER for node in outcome.path]
-    return [*drafted, *[Origin.VERIFIER] * (len(outcome.tokens) - len(drafted))]
+    plan, tree = step.plan, step.tree
+    if not plan.make:
+        return [Origin.LOOKUP] * (len(tree) - 1)
+    found = [Origin.RESAMPLED if plan.kind is OfferKind.RESAMPLE else Origin.DRAFTER] * (len(tree) - 1)
+    if tree.on_device:
+        return found
+    resampled = [made for offer, made in step.made if offer.key.kind is OfferKind.RESAMPLE]
+    parts = [(made, Origin.RESAMPLED) for made in resampled if plan.kind is OfferKind.UNION]
+    for part, origin in (*parts, (plan.found, Origin.LOOKUP)):
+        for node in shared_nodes(tree, part):
+            found[node - 1] = origin
+    return found
+
+
+def keep_tree(request: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
+    """Copy a tree that is on a device, where later steps overwrite it. To be set as `Request.record`."""
+    if tree.on_device:
+        for name in ("tokens", "parents", "log_probs"):
+            getattr(tree, name)  # it stays copied

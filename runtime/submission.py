@@ -20,10 +20,14 @@ Listener = Callable[[RequestOutput], None]
 
 
 class Written(NamedTuple):
-    """One output of the loop, and the text that is final with it; the text may be empty."""
+    """One output of the loop, and the text that is final with it, which may be empty.
+
+    pieces: the text by token. One more follows if the request ends with text that it held back, and without a token.
+    """
 
     text: str
     output: RequestOutput
+    pieces: tuple[Piece, ...] = ()
 
 
 class Submission:
@@ -101,9 +105,9 @@ class Submission:
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yield text as `__iter__` does, in an event loop. Leaving the loop early aborts the request."""
         async with aclosing(self.written()) as outputs:
-            async for text, _ in outputs:
-                if text:
-                    yield text
+            async for written in outputs:
+                if written.text:
+                    yield written.text
         self.result()
 
     async def written(self) -> AsyncGenerator[Written]:
@@ -115,7 +119,8 @@ class Submission:
         try:
             while True:
                 for output in await self._next_outputs():
-                    yield Written("".join([piece.text for piece in self._pieces(output)]), output)
+                    pieces = tuple(self._pieces(output))
+                    yield Written("".join([piece.text for piece in pieces]), output, pieces)
                     if output.finish_reason is not None:
                         return
         finally:
@@ -146,8 +151,7 @@ class Submission:
 
     def _pieces(self, output: RequestOutput) -> Iterator[Piece]:
         made = output.token_ids
-        step = output.step
-        known = [] if step is None or step.outcome is None else origins(step.plan, step.tree, step.outcome)
+        known = [] if output.step is None else origins(output.step)
         for number, token in enumerate(made, 1):
             self._text.push(token)
             last = output.finish_reason is not None and number == len(made)

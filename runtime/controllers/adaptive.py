@@ -101,6 +101,11 @@ class Adaptive(Controller):
         self._costs.expect((drafter, OfferKind.FRESH), costs.fresh_ms)
         self._costs.expect((drafter, OfferKind.RESAMPLE), costs.resample_ms)
 
+    def forget(self, drafter: str) -> None:
+        """Learn anew what a drafter's calls cost and bring, since another one has its name now."""
+        self._costs.forget(drafter)
+        self._methods.forget(drafter)
+
     def plan(self, batch: Batch) -> None:
         """Select the offer with the largest gain for each request that does not pause."""
         self._begin(batch.sequences)

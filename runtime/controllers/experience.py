@@ -5,6 +5,7 @@ All of it is bounded: what was not used for longest is dropped.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -228,6 +229,13 @@ class MethodStatistics:
         key = batch.sequences, len(batch.steps), batch.methods
         return self._accounts.get(key, lambda: self._opened(*key))
 
+    def forget(self, drafter: str) -> None:
+        """Forget what a drafter's trees, and the methods with it, have taught."""
+        self._records.drop(lambda key: drafter in _words(key[0]))
+        self._depths.drop(lambda key: key[0] == drafter)
+        self._ranks.drop(lambda key: key[0].drafter == drafter)
+        self._accounts.drop(lambda key: drafter in _words(key[2]))
+
     def _opened(self, sequences: int, own: int, methods: str) -> Account:
         """Return an account for a new size of batches, with no larger a balance than that of the nearest size.
 
@@ -303,6 +311,11 @@ class StepCosts:
         """Use this time of a kind of calls for one request until one was timed."""
         self._calls.get(call, CallTimes).expect(ms)
 
+    def forget(self, drafter: str) -> None:
+        """Forget the times of a drafter's calls."""
+        self._calls.drop(lambda call: call[0] == drafter)
+        self._rows.drop(lambda name: name == drafter)
+
     def call_ms(self, call: Call, users: int = 1) -> float:
         """Return the expected time of a drafter call for so many requests; 0 if it is unknown."""
         return self._calls.get(call, CallTimes).ms(users)
@@ -345,3 +358,8 @@ class StepCosts:
 
 def _calls_of(step: RequestStep) -> list[Call]:
     return [(offer.key.drafter, offer.key.kind) for offer in step.plan.make]
+
+
+def _words(methods: str) -> list[str]:
+    """Return the words in names of methods, ids of drafters among them."""
+    return re.findall(r"[\w-]+", methods)

@@ -31,6 +31,8 @@ class Drafter(ABC):
     """True if it needs trees that branch, even if the verifier then opens another engine. A budget may forbid them."""
     name: str = ""
     """The drafter's id in the bundle, or its method's id."""
+    closed: bool = False
+    """True if another drafter has taken its place, and requests can no longer begin with it."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
@@ -46,6 +48,15 @@ class Drafter(ABC):
         if options:
             raise UsageError(f"this method has no option {', '.join(options)}", "leave it out")
         return cls(verifier)
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """The drafters that draft together here: itself, or those of a pair."""
+        return (self,)
+
+    def close(self) -> None:
+        """Let the verifier read nothing for it any more. No request may be drafting with it."""
+        self.closed = True
 
     def begin(self, seq: Request) -> None:  # noqa: B027 (only some methods need it)
         """Begin the admitted request `seq`. Its tokens are known, but none is computed yet."""
@@ -153,6 +164,10 @@ class Pair(Drafter):
         self.first = first
         self.second = second
         self.has_engines = first.has_engines or second.has_engines
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        return (*self.first.parts, *self.second.parts)
 
     def begin(self, seq: Request) -> None:
         self.first.begin(seq)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from redraft.errors import RedraftError
@@ -32,7 +33,7 @@ class Health(NamedTuple):
 
     requests, waiting:  requests that have not ended, and those of them without a slot.
     prefixes:           slots whose rows belong to requests that have ended.
-    idle_seconds:       since a step made progress; 0 if there is nothing to do.
+    idle_seconds:       since a step made progress; 0 if there is nothing to do, and while others pause the loop.
     error:              of the latest step that failed; None after one that did not.
     kv_usage:           share of the KV rows of requests that is filled, from 0 to 1. Prefixes make room, so theirs do
                         not count.
@@ -63,6 +64,7 @@ class DecodeLoop:
         self.scheduler = Scheduler(verifier, max_waiting, max_total_tokens)
         self.plain = plain
         self._costs = costs
+        self._pauses = 0
         self._progress = time.monotonic()
         self._error: RedraftError | None = None
         self._ranges = verifier.ranges
@@ -71,6 +73,8 @@ class DecodeLoop:
         """Add a request. Raises QueueFull and UsageError as `Scheduler.add`."""
         request.plain = self.plain
         request.speculation = request.speculation or self.plain
+        if any(part.closed for part in request.speculation.drafter.parts):  # replaced since the request was made
+            request.speculation = self.plain
         request.started = time.perf_counter()
         if not len(self.scheduler):
             self._progress = time.monotonic()
@@ -230,6 +234,16 @@ class DecodeLoop:
             if request.failures >= MOST_FAILURES or request.sampled:
                 request.fail(self._error)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let `health` know that no step may run in the block."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self._progress = time.monotonic()
+
     def note(self, error: RedraftError) -> None:
         """Let `health` show an error."""
         self._error = error
@@ -238,7 +252,7 @@ class DecodeLoop:
     def health(self) -> Health:
         """The loop's state now."""
         requests = len(self.scheduler)
-        idle = time.monotonic() - self._progress if requests else 0.0
+        idle = time.monotonic() - self._progress if requests and not self._pauses else 0.0
         scheduler = self.scheduler
         return Health(
             requests, scheduler.waiting, scheduler.slots.prefixes, idle, self._error, scheduler.kv_usage

@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from redraft.errors import RedraftError, UsageError
@@ -68,7 +69,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._waiting = WaitingQueue()
         self._aborted: deque[Request] = deque()
-        self._ended: list[RequestOutput] = []
+        self._outputs: list[RequestOutput] = []
         self._deadlines: set[Request] = set()
         self._row_ms: float | None = None
         self._verified_ms = 0.0
@@ -83,7 +84,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """True if a request has not ended, or if an output was not returned yet."""
-        return len(self) > 0 or bool(self._ended or self._aborted)
+        return len(self) > 0 or bool(self._outputs or self._aborted)
 
     @property
     def waiting(self) -> int:
@@ -144,11 +145,35 @@ class Scheduler:
 
     def end_all(self, error: RedraftError) -> list[RequestOutput]:
         """End every request with an error. Returns these outputs, and those that were not returned yet."""
-        outputs, self._ended = self._ended, []
         for request in self.requests:
+            self._fail(request, error)
+        return self._taken()
+
+    def end_concerned(self, error: RedraftError) -> list[RequestOutput]:
+        """End the requests with slots with an error, after a step that raised. Drop all rows.
+
+        If it concerned no request with a slot, and no other has ended, all end.
+
+        Returns their outputs, and those that were not returned yet.
+        """
+        with self._lock:
+            for request in self._active or ([] if self._outputs else [*self._waiting]):
+                self._waiting.remove(request)
+                self._deadlines.discard(request)
+                self._fail(request, error)
+            self.slots.reset()
+        return self._taken()
+
+    def _fail(self, request: Request, error: RedraftError) -> None:
+        """End a request with an error, unless it has ended and its slot could not be taken."""
+        if request.finish_reason is None:
             request.fail(error)
             request.ended = self._verifier.clock.copy()
-            outputs.append(RequestOutput(request, finish_reason=request.finish_reason))
+            self._outputs.append(RequestOutput(request, finish_reason=request.finish_reason))
+
+    def _taken(self) -> list[RequestOutput]:
+        """Return the outputs that were not returned yet."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def abort(self, request: Request) -> None:
@@ -174,17 +199,16 @@ class Scheduler:
 
     def update(self, batch: Batch) -> list[RequestOutput]:
         """Take the slots of requests that ended, and return what the step brought."""
-        outputs, self._ended = self._ended, []
         for step in batch.steps:
             request = step.request
             if step.tokens or request.finish_reason is not None:
-                outputs.append(RequestOutput(request, step.tokens, step, request.finish_reason))
+                self._outputs.append(RequestOutput(request, step.tokens, step, request.finish_reason))
         for request in [one for one in self.slots.filling if one.finish_reason is not None]:
-            outputs.append(RequestOutput(request, (), None, request.finish_reason))
-        for output in outputs:
+            self._outputs.append(RequestOutput(request, (), None, request.finish_reason))
+        for output in self._outputs:
             if output.finish_reason is not None and output.request.slot >= 0:
                 self._leave(output.request)
-        return outputs
+        return self._taken()
 
     def computed(self, rows: int, ms: float) -> None:
         """Learn the time of prompt rows."""
@@ -201,7 +225,7 @@ class Scheduler:
         with self._lock:
             while self._aborted:
                 self._end(self._aborted.popleft(), "abort")
-            late = [request for request in self._deadlines if request.deadline is not None and request.deadline <= now]
+            late = [request for request in self._deadlines if request.due is not None and request.due <= now]
             for request in [*self._waiting.expired(now), *late]:
                 self._end(request, "timeout")
 
@@ -210,7 +234,7 @@ class Scheduler:
             return
         self._waiting.remove(request)
         request.finish_reason, request.ended = reason, self._verifier.clock.copy()
-        self._ended.append(RequestOutput(request, finish_reason=reason))
+        self._outputs.append(RequestOutput(request, finish_reason=reason))
         if request.slot >= 0:
             self._leave(request)
 
@@ -241,13 +265,20 @@ class Scheduler:
                 while not self._has_space(request, self._active):
                     self._suspend(self._youngest(), park=True)
                 self._waiting.pop()
-            try:
+            with self._known(request):
                 self.slots.admit(request)
-            except BaseException:  # a fault of ours: whoever ends all requests must know this one
-                self._waiting.push(request, first=True)
-                raise
-            if request.deadline is not None:
+            if request.due is not None:
                 self._deadlines.add(request)
+
+    @contextmanager
+    def _known(self, request: Request) -> Iterator[None]:
+        """Let whoever ends the requests that a fault concerns know this one, if the block has a fault of ours."""
+        try:
+            yield
+        except BaseException:
+            if request not in self._active:
+                self.slots.filling.append(request)
+            raise
 
     @property
     def _active(self) -> list[Request]:
@@ -280,7 +311,8 @@ class Scheduler:
 
     def _suspend(self, request: Request, park: bool) -> None:
         """Take a request's slot. It waits, before all others of its priority."""
-        self.slots.leave(request, park)
+        with self._known(request):
+            self.slots.leave(request, park)
         request.num_computed_tokens = 0
         self._deadlines.discard(request)
         self._waiting.push(request, first=True)

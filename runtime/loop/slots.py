@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from redraft.errors import UsageError
-from redraft.runtime.drafters.base import PREFIX_BLOCK
+from redraft.runtime.drafters.base import PREFIX_BLOCK, Drafter
 from redraft.runtime.requests.request import Request, drafting
 from redraft.runtime.steps.verifier import Verifier
 from redraft.types import IntArray
@@ -138,10 +138,26 @@ class Slots:
                 for place, values in zip(places, rows, strict=True):
                     cache[place] = values
 
+    def forget_drafter(self, drafter: Drafter) -> None:
+        """Drop the state that prefixes have of a drafter. Their rows stay."""
+        for prefix in self._prefixes.values():
+            if drafter in prefix.speculation.drafter.parts:
+                prefix.speculation, prefix.drafting = prefix.plain, {}
+
     def clear(self) -> None:
         """Forget all prefixes."""
         for slot in tuple(self._prefixes):
             self._drop(slot)
+
+    def reset(self) -> None:
+        """Take all slots, and forget all rows."""
+        owners = [*self.running, *self.filling]
+        self.running, self.filling = [], []
+        for request in owners:
+            slot, request.slot = request.slot, -1
+            if slot >= 0:
+                self._release(slot, request.num_computed_tokens)
+        self.clear()
 
     def _target(self, source: int) -> int:
         """Return a slot for a new request, without a prefix unless it is `source`. Prefers the first that will run."""

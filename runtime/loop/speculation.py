@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -12,9 +12,11 @@ from typing import Any
 
 from redraft import names
 from redraft.engines import Bundle, check_tree
+from redraft.engines.host_device import HostDevice
+from redraft.engines.rebuilds import changed_drafters
 from redraft.errors import UsageError
 from redraft.lru import LruCache
-from redraft.methods import NONE, UNBUILT, find_method
+from redraft.methods import LOOKUPS, NONE, UNBUILT, find_method
 from redraft.runtime.controllers.adaptive import Adaptive
 from redraft.runtime.controllers.base import Controller, FixedBudget
 from redraft.runtime.controllers.cost import VerifyCosts
@@ -28,6 +30,7 @@ from redraft.runtime.drafters.engine import EngineDrafter
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.drafters.synthetic import Acceptance, SyntheticDrafter
 from redraft.runtime.params import SpeculationParams
+from redraft.runtime.requests.request import Request, as_redraft_error
 from redraft.runtime.steps.exactness import settle_exactness
 from redraft.runtime.steps.measurements import Identity, cached_costs
 from redraft.runtime.steps.verifier import Verifier
@@ -71,6 +74,8 @@ class SpeculationFactory:
         self._expected: set[str] = set()
         self._controllers: LruCache[LengthRule | Budget, Controller] = LruCache(_MOST_CONTROLLERS)
         self._lock = threading.RLock()
+        self.replaced: list[Drafter] = []
+        """Drafters that requests may still use, although new ones do not get them."""
         self.plain = Speculation(NoDrafter(verifier), FixedBudget(NO_SPECULATION), NONE)
         """How a request decodes without drafts."""
 
@@ -96,6 +101,7 @@ class SpeculationFactory:
     def close(self) -> None:
         """Release the drafters. Closing again does nothing."""
         self._drafters.clear()
+        self.replaced.clear()
         for name in ("predicted", "forced", "plain", "_verifier"):
             self.__dict__.pop(name, None)
 
@@ -104,6 +110,53 @@ class SpeculationFactory:
         with self._lock:
             for drafter in self._drafters.values():
                 drafter.forget(tenant)
+
+    def replace_drafters(self, bundle: Bundle) -> tuple[str, ...]:
+        """Use the drafters of another build of the bundle, and return the ids of those that changed. No step may run.
+
+        Requests go on with the drafters that they have, which `release` closes. Raises BundleError, BackendError and
+        UsageError, and then changes nothing.
+        """
+        with self._lock:
+            opened, device = self._bundle, self._verifier.device
+            if opened is None or not isinstance(device, HostDevice) or device.step_graphs:
+                raise UsageError("only drafters of a bundle on the host can be replaced", "open the bundle again")
+            changed = changed_drafters(opened, bundle)
+            check_options({name: self._options[name] for name in changed if name in self._options}, bundle)
+            open_now = [name for name in changed if name in self._drafters and name in bundle.manifest.drafters]
+            device.bundle = bundle
+            new: dict[str, Drafter] = {}
+            try:
+                for name in open_now:
+                    new[name] = load_drafter(name, self._verifier, self._options.get(name), bundle)
+            except Exception as error:  # engines and damaged files raise anything
+                device.bundle = opened
+                for drafter in new.values():
+                    drafter.close()
+                raise as_redraft_error(error, "the new drafters do not open") from error
+            self._bundle = bundle
+            for name in changed:
+                self._forget(name)
+            self._drafters |= new
+            return changed
+
+    def _forget(self, name: str) -> None:
+        """Let no new request draft with a drafter, nor with what its name has taught."""
+        self.replaced += [self._drafters.pop(name)] if name in self._drafters else []
+        for lookup in LOOKUPS:
+            self._drafters.pop(pair(name, lookup), None)
+        self._expected.discard(name)
+        self._adaptive.forget(name)
+
+    def release(self, requests: Iterable[Request]) -> list[Drafter]:
+        """Close the replaced drafters that none of these requests drafts with, and return them. No step may run."""
+        with self._lock:
+            used = {part for request in requests for part in request.speculation.drafter.parts}
+            unused = [drafter for drafter in self.replaced if drafter not in used]
+            for drafter in unused:
+                self.replaced.remove(drafter)
+                drafter.close()
+            return unused
 
     def create(
         self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None,
@@ -220,7 +273,9 @@ class SpeculationFactory:
             raise _PauseNeeded
         self._expected.add(name)
         if idle:
-            self._adaptive.expect(name, cached_costs(self._verifier, drafter, {**self._identity, "method": name}))
+            assert self._bundle is not None
+            identity = {**self._identity, "build": self._bundle.manifest.build_key, "method": name}
+            self._adaptive.expect(name, cached_costs(self._verifier, drafter, identity))
 
 
 class _PauseNeeded(Exception):

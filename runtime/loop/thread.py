@@ -68,7 +68,7 @@ class LoopThread:
             with self._changed:
                 self._changed.wait_for(lambda: not self._stepping)
                 self.check()
-            with self._visiting:
+            with self._visiting, self.loop.paused():
                 yield not self.loop.scheduler.slots.used
         finally:
             with self._changed:
@@ -112,17 +112,32 @@ class LoopThread:
                     self.steps += 1
                     self._deliver(outputs)
             except BaseException as error:  # noqa: BLE001 - a fault of ours: callers must not wait for ever
-                _LOG.exception("the decode loop died")
+                _LOG.exception("the decode loop failed")
                 with self._changed:
-                    self._dead = as_redraft_error(error, "the decode loop died")
-                    self.loop.note(self._dead)
-                    self._deliver(self.loop.scheduler.end_all(self._dead))
-                    self._stepping, self._thread = False, None
+                    recovered = self._recover(as_redraft_error(error, "the decode loop failed"))
+                    self._stepping = False
                     self._changed.notify_all()
-                return
-            with self._changed:
-                self._stepping = False
-                self._changed.notify_all()
+                    if not recovered:
+                        self._thread = None
+                        return
+            else:
+                with self._changed:
+                    self._stepping = False
+                    self._changed.notify_all()
+
+    def _recover(self, error: RedraftError) -> bool:
+        """End the requests that a fault concerns. Return false, and end all, if the loop cannot go on."""
+        self.loop.note(error)
+        try:
+            ended = self.loop.scheduler.end_concerned(error)
+        except BaseException:  # noqa: BLE001 - a fault of ours, as above
+            _LOG.exception("the decode loop died")
+            ended = []
+        if not ended:  # the same fault would come again
+            self._dead = error
+            ended = self.loop.scheduler.end_all(error)
+        self._deliver(ended)
+        return self._dead is None
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:

@@ -49,8 +49,8 @@ class WaitingQueue:
         else:
             queue.append(request)
         self._waiting[id(request)] = request
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
+        if (due := request.due) is not None:
+            heapq.heappush(self._deadlines, (due, next(self._numbers), request))
         self._entries += 1
         if self._entries > 2 * len(self._waiting) + _FEW:
             self._forget_removed()
@@ -91,7 +91,8 @@ class WaitingQueue:
         found = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
-            if self.remove(request):
+            late = request.due is not None and request.due <= now  # it may have got its first token since
+            if late and self.remove(request):
                 found.append(request)
         return found
 

@@ -45,6 +45,7 @@ class Request:
     salt:           only requests of equal salts share KV rows.
     priority:       requests of smaller numbers come first.
     deadline:       seconds of `time.monotonic` at which it ends with the reason `timeout`; None if it may run on.
+    first_token_deadline: the same for a request that has no token yet.
     failures:       engine calls for it that failed, one after the other.
     sampled:        True while a step's tokens are chosen and not committed; its sampler cannot choose again.
     record:         called with each step before it is committed.   deliver: called with each output.
@@ -74,6 +75,7 @@ class Request:
     salt: str | None = None
     priority: int = 0
     deadline: float | None = None
+    first_token_deadline: float | None = None
     failures: int = 0
     sampled: bool = False
     record: Callable[..., None] | None = None
@@ -94,6 +96,12 @@ class Request:
     def remaining(self) -> int:
         """Tokens that may still be committed."""
         return self.limit - len(self.tokens)
+
+    @property
+    def due(self) -> float | None:
+        """The deadline that holds now; None if there is none."""
+        ends = [self.deadline, self.first_token_deadline if len(self.tokens) == self.prompt_length else None]
+        return min([end for end in ends if end is not None], default=None)
 
     @property
     def missing_rows(self) -> int:

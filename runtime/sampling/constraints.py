@@ -7,9 +7,11 @@ end-of-sequence tokens may follow when the text is complete, and nothing else ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -41,21 +43,39 @@ def guided_tokenizer(tokenizer: tokenizers.Tokenizer, vocabulary: int, eos: Sequ
     vocabulary: length of a row of logits.   eos: the tokens that end a text.
     Raises UsageError without llguidance, without an end-of-sequence token, and for a tokenizer that it cannot read.
     """
-    try:
-        from llguidance import LLTokenizer
-    except ImportError:
-        raise UsageError(
-            "constraints need the package llguidance", "run `pip install 'redraft[constraints]'`"
-        ) from None
+    library = _library()
     if not eos:
         raise UsageError("a constraint needs an end-of-sequence token, and this model has none", "use another model")
     try:
         size = max(vocabulary, tokenizer.get_vocab_size())
-        return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(eos))
+        found: LLTokenizer = library.LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(eos))
+        return found
     except ValueError as error:
         raise UsageError(
             f"llguidance cannot read this model's tokenizer: {error}", "leave the constraint out"
         ) from None
+
+
+def schema_error(schema: str) -> str | None:
+    """Return why a JSON schema does not compile, None if it does. Raises UsageError without llguidance."""
+    matcher = _library().LLMatcher
+    error: str = matcher.validate_grammar(matcher.grammar_from_json_schema(schema, _SPACES))
+    return _reason(error) if error else None
+
+
+def schema_rule(schema: Mapping[str, Any]) -> str:
+    """Return the right side of a rule of a Lark grammar whose texts match a JSON schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACES})}"
+
+
+def _library() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError:
+        raise UsageError(
+            "constraints need the package llguidance", "run `pip install 'redraft[constraints]'`"
+        ) from None
+    return llguidance
 
 
 class Constraint(Processor):

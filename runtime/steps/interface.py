@@ -130,6 +130,11 @@ class Steps(ABC):
         self.readers.append(reader)
         self.forget()
 
+    def detach(self, reader: FeatureReader) -> None:
+        """Gather nothing for a reader from now on. Existing steps are dropped."""
+        self.readers.remove(reader)
+        self.forget()
+
     def forget(self) -> None:
         """Drop all steps, with their buffers."""
         self._trees.clear()

@@ -103,6 +103,11 @@ class Verifier:
         self._warm = False
         self.steps.attach(reader)
 
+    def detach(self, reader: FeatureReader) -> None:
+        """Gather nothing for `reader` from now on."""
+        self.device.wait()
+        self.steps.detach(reader)
+
     def take_branches(self) -> None:
         """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
         self.__dict__.pop("_latest", None)  # a step of the engine that may be replaced

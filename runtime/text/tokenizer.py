@@ -87,9 +87,19 @@ class Tokenizer:
         return [self.bos]
 
     @cached_property
+    def _added(self) -> Mapping[int, bool]:
+        """The ids of tokens outside of the tokenizer's model, and whether they are special tokens."""
+        return {i: token.special for i, token in self.tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         """The ids of all special tokens."""
-        return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
+        return frozenset(i for i, special in self._added.items() if special)
+
+    def added_id(self, text: str) -> int | None:
+        """Return the id of a text that is a token outside of the tokenizer's model, special or not; else None."""
+        token: int | None = self.tokenizer.token_to_id(text)
+        return token if token in self._added else None
 
     def special_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
         """Return the ids of those texts that are special tokens, which decoding leaves out unless it keeps them."""
@@ -137,6 +147,8 @@ class Detokenizer:
     It returns whole characters only. It holds back the bytes of an unfinished one, and text that may begin a stop
     string. The first `min_tokens` tokens complete no stop string. It leaves out special tokens but those of `keep`. It
     decodes tokens after a few of their predecessors, since decoders treat the start of a text differently.
+
+    text:  the text so far.   stop: the stop string that ended it, None before.
     """
 
     def __init__(
@@ -144,7 +156,7 @@ class Detokenizer:
         keep: Iterable[int] = (),
     ) -> None:  # fmt: skip
         self.text = ""
-        self.stopped = False
+        self.stop: str | None = None
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._unstoppable = min_tokens
@@ -172,7 +184,7 @@ class Detokenizer:
 
     def take(self, finished: bool = False) -> str:
         """Return new text that no stop string can still cut; all of it if `finished`."""
-        end = len(self.text) - (0 if finished or self.stopped else self._held())
+        end = len(self.text) - (0 if finished or self.stop is not None else self._held())
         chunk = self.text[self._taken : end]
         self._taken = max(end, self._taken)
         return chunk
@@ -183,8 +195,8 @@ class Detokenizer:
         ends = [position for position in found if position >= 0]
         if ends:
             self.text = self.text[: min(ends)]
-            self.stopped = True
-        return self.stopped
+            self.stop = self._stops[found.index(min(ends))]
+        return self.stop is not None
 
     def _held(self) -> int:
         """Return the length of the longest end of the text that begins a stop string."""

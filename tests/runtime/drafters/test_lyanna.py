@@ -473,11 +473,29 @@ def test_pieces_and_their_origins_are_those_of_generate(
     assert "".join(piece.text for piece in found) == expected.text == pieces.generation.text
     assert len(found) == len(expected.token_ids)
     counts = Counter(piece.origin for piece in found)
-    drafted = counts[Origin.LOOKUP] + counts[Origin.DRAFTER]
+    drafted = counts.total() - counts[Origin.VERIFIER]
     assert drafted == pieces.generation.metrics.num_accepted_draft_tokens
     assert (drafted > 0) == (method != "none")
-    assert bool(counts[Origin.DRAFTER]) <= ("lyanna" in method)
+    assert bool(counts[Origin.DRAFTER] + counts[Origin.RESAMPLED]) <= ("lyanna" in method)
     assert bool(counts[Origin.LOOKUP]) <= ("ngram" in method)
+
+
+def test_trees_of_a_device_can_be_read_after_the_answer(lyanna_bundle: Path, unmeasured: None) -> None:
+    prompt, outputs = [5, 6, 7, 5, 6], []
+    how = SpeculationParams("lyanna", budget=FULL)
+    with Runtime.open(lyanna_bundle, verify=False, device="cpu") as runtime:
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        submission = runtime.submit(prompt, params, how, on_output=outputs.append, keep_trees=True)
+        assert [one.prompt_length for one in runtime.running] == [len(prompt)]
+        tokens = [*prompt, *submission.result(60).token_ids]
+        place = len(prompt)
+        for output in outputs:
+            tree, path = output.step.tree, list(output.step.outcome.path)
+            assert tree.on_device or len(tree) == 1
+            assert tree.tokens[[0, *path]].tolist() == tokens[place - 1 : place + len(path)][: len(path) + 1]
+            place += len(output.token_ids)
+    assert place == len(tokens)
+    assert any(output.step.tree.on_device for output in outputs)
 
 
 def test_stopping_ends_the_text_after_the_step(opened: Open) -> None:

@@ -522,5 +522,5 @@ def test_nothing_is_left_after_many_requests() -> None:
     assert scheduler.requests == []
     assert scheduler.slots.prefixes <= loop.verifier.slots
     assert (scheduler._waiting._levels, scheduler._waiting._waiting, scheduler._deadlines) == ({}, {}, set())
-    assert not scheduler._ended
+    assert not scheduler._outputs
     assert alive() - before == scheduler.slots.prefixes

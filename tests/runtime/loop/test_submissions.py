@@ -6,14 +6,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime import Budget, QueueFull, RequestError, Runtime, SamplingParams, SpeculationParams, Submission
 from redraft.runtime.loop.decode_loop import DecodeLoop
-from redraft.runtime.loop.scheduler import RequestOutput
+from redraft.runtime.loop.scheduler import RequestOutput, Scheduler
 from redraft.runtime.loop.slots import Slots
+from redraft.runtime.requests.request import Request
 from tests.runtime.fakes import byte_text, greedy, make_runtime, mixing_rule, plain
 
 
@@ -276,27 +278,81 @@ def test_closing_fails_requests_that_run_and_wait() -> None:
         runtime.submit([97])
 
 
-def test_a_loop_that_dies_says_so_to_everyone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(self: DecodeLoop) -> None:
+def test_a_loop_that_raises_goes_on_unless_it_cannot_recover(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(self: object, *_: object) -> None:
         raise RuntimeError("a fault of ours")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeLoop, "step", dies)
+        for _ in range(2):  # it recovers
+            with pytest.raises(RequestError, match="the decode loop failed: RuntimeError: a fault of ours"):
+                runtime.submit([97], greedy(3)).result(30)
+    assert "a fault of ours" in str(runtime.health.error)
+    assert runtime.submit([97], greedy(3)).result(30).token_ids == runtime.generate([[97]], greedy(3))[0].token_ids
+    assert runtime.health.error is None
     monkeypatch.setattr(DecodeLoop, "step", dies)
-    with pytest.raises(RequestError, match="the decode loop died: RuntimeError: a fault of ours"):
+    monkeypatch.setattr(Scheduler, "end_concerned", dies)
+    with pytest.raises(RequestError, match="the decode loop failed: RuntimeError: a fault of ours"):
         runtime.submit([97], greedy(3)).result(30)
     with pytest.raises(UsageError, match="the decode loop has died"):
         runtime.submit([97], greedy(3))
-    assert "a fault of ours" in str(runtime.health.error)
 
 
-def test_a_loop_that_dies_while_it_admits_a_request_fails_that_one_too(
+def test_a_loop_that_raises_while_it_admits_a_request_fails_that_one(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(self: Slots, request: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(Slots, "admit", dies)
-    with pytest.raises(RequestError, match="the decode loop died"):
-        runtime.submit([97], greedy(3)).result(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, "admit", dies)
+        with pytest.raises(RequestError, match="the decode loop failed"):
+            runtime.submit([97], greedy(3)).result(30)
+    assert runtime.submit([97], greedy(3)).result(30).token_ids
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_slot_that_cannot_be_taken_loses_no_output(
+    requests: int, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All outputs of the step come, and the loop goes on, also if no other request is left."""
+    left = count(1)
+
+    def leave(self: Slots, request: Request, park: bool = True) -> None:
+        known(self, request, park)
+        if next(left) == fails:
+            raise RuntimeError("a fault of ours")
+
+    known = Slots.leave
+    with make_runtime(max_num_seqs=2) as runtime:
+        prompts = [[97], [98]][:requests]
+        expected = [one.token_ids for one in runtime.generate(prompts, greedy(3), "none")]
+        monkeypatch.setattr(Slots, "leave", leave)
+        for _ in range(2):
+            found = [runtime.submit(prompt, greedy(3), "none") for prompt in prompts]
+            assert [one.result(30).token_ids for one in found] == expected
+    assert next(left) > fails
+
+
+def test_a_request_that_cannot_make_room_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, reached = Gate(free=3), threading.Event()
+    with make_runtime(gate, max_num_seqs=1) as runtime:
+        second = runtime.submit([97, 98], greedy(20), "none", priority=1, on_output=lambda output: reached.set())
+
+        def leave(self: Slots, request: Request, park: bool = True) -> None:
+            known(self, request, park)
+            raise RuntimeError("a fault of ours")
+
+        assert reached.wait(30)
+        with monkeypatch.context() as patch:
+            known = Slots.leave
+            patch.setattr(Slots, "leave", leave)
+            first = runtime.submit([97], greedy(3), "none")
+            gate.opened.set()
+            with pytest.raises(RequestError, match="a fault of ours"):
+                second.result(30)
+        assert first.result(30).token_ids
 
 
 def test_a_request_knows_when_it_was_admitted_and_how_full_the_rows_are() -> None:

@@ -110,3 +110,16 @@ def test_expired_requests_leave_at_their_deadline() -> None:
     assert queue.expired(5.0) == [late]
     assert (len(queue), queue.pop()) == (2, later)
     assert queue.expired(100.0) == [], "a request that was taken has no deadline here"
+
+
+def test_the_deadline_of_the_first_token_ends_with_that_token() -> None:
+    request, queue = waiting(deadline=9.0), WaitingQueue()
+    request.first_token_deadline = 5.0
+    assert request.due == 5.0
+    queue.push(request)
+    assert queue.pop() is request
+    request.tokens.append(2)
+    assert request.due == 9.0
+    queue.push(request, first=True)  # it lost its slot
+    assert queue.expired(8.9) == []
+    assert queue.expired(9.0) == [request]

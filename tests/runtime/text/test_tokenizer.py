@@ -71,6 +71,12 @@ def test_text_comes_out_once_no_stop_string_is_possible() -> None:
     assert taken == ["x", "", "Ez", "", "", "EN!"]
 
 
+def test_a_text_knows_the_stop_string_that_ended_it() -> None:
+    stream = Detokenizer(byte_text(), [], ("ab", "d", "cd"))
+    assert [(stream.push(token), stream.stop) for token in b"xcd"] == [(False, None), (False, None), (True, "cd")]
+    assert stream.text == "x"
+
+
 def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
     draw = random.Random(5)
     for _ in range(300):
