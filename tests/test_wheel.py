@@ -9,13 +9,15 @@ from pathlib import Path
 
 from tests.conftest import PACKAGES
 
+SUFFIXES = {".py", ".toml", ".typed", ".md", ".jinja", ".json", ".html", ".css", ".js", ".svg"}
+
 
 def sources(root: Path) -> set[str]:
     """Every Python and data file of the packages, by its name in the wheel."""
     names = {}
     for folder, target in PACKAGES.items():  # a folder inside another comes later and replaces its names
         for path in (root / folder).rglob("*"):
-            if path.suffix in {".py", ".toml", ".typed", ".md", ".jinja", ".json"} or target.endswith("heldout"):
+            if path.suffix in SUFFIXES or target.endswith("heldout"):
                 names[path] = f"{target}/{path.relative_to(root / folder).as_posix()}"
     return set(names.values())
 

@@ -1,19 +1,24 @@
-"""The choices of an answer: outputs of requests become the objects of chats and completions, whole or in chunks."""
+"""Renders answers of chats and completions: outputs of requests become their objects, whole or in chunks."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.truncation import TokenLogprobs
-from redraft.runtime.server.parts import AnswerParser, Content, Part, Reasoning, ToolArguments, ToolCall
+from redraft.runtime.server.errors import ApiError
+from redraft.runtime.server.parts import Content, Part, Reasoning, ToolArguments, ToolCall
+from redraft.runtime.server.reading import ChatReader, ReadLogprobs
+from redraft.runtime.server.rendering import Event, Json
+from redraft.runtime.server.service import Service
 from redraft.runtime.server.tokens import TokenTexts
 from redraft.runtime.server.tool_formats import AnswerFormat
-from redraft.runtime.submission import Written
+from redraft.runtime.server.usage import speculation, usage
+from redraft.runtime.submission import Submission, Written
 
-Json = dict[str, Any]
+DONE = "[DONE]"
 
 
 class Choice(Protocol):
@@ -29,35 +34,19 @@ class Choice(Protocol):
         """Return the choice, after its last output."""
 
 
-class ReadLogprobs:
-    """The log probabilities of a request's tokens, as they come. `given` is false if it asked for none."""
-
-    def __init__(self, request: Request) -> None:
-        self._sampler = request.sampler
-        self.given = request.sampler.logprobs is not None
-        self.all: list[TokenLogprobs] = []
-
-    def take(self, tokens: int) -> list[TokenLogprobs]:
-        """Return those of the next tokens."""
-        known = self._sampler.logprobs or []
-        found = list(known[len(self.all) : len(self.all) + tokens])
-        self.all += found
-        return found
-
-
 class ChatChoice:
     """A choice of a chat: an assistant's message, with its reasoning and tool calls apart."""
 
     def __init__(self, index: int, request: Request, form: AnswerFormat, texts: TokenTexts) -> None:
         self._index = index
-        self._parser = AnswerParser(form)
+        self._reader = self._reading(index, request, form)
         self._parts: list[Part] = []
-        self._logprobs = ReadLogprobs(request)
         self._texts = texts
         self._reason: str | None = None
-        self._calls = False
-        prompt = ",".join(map(str, request.tokens[: request.prompt_length]))
-        self._key = hashlib.sha256(f"{index} {prompt}".encode()).hexdigest()
+
+    def _reading(self, index: int, request: Request, form: AnswerFormat) -> ChatReader:
+        """Return the reader of the choice's outputs."""
+        return ChatReader(index, request, form)
 
     def begin(self) -> list[Json]:
         """Return the chunk with the role."""
@@ -65,30 +54,26 @@ class ChatChoice:
 
     def push(self, written: Written) -> list[Json]:
         """Return the chunks of an output."""
-        reason = written.output.finish_reason
-        parts = self._parser.push(written.text)
-        if reason is not None:
-            parts = [*parts, *self._parser.finish()]
-        self._calls = self._calls or any(isinstance(part, ToolCall) for part in parts)
+        parts, tokens, reason = self._reader.push(written)
         self._parts += parts
-        tokens = self._logprobs.take(len(written.output.token_ids))
         chunks = [self._chunk(self._delta(parts), tokens)] if parts or tokens else []
         if reason is not None:
-            self._reason = "tool_calls" if self._calls and reason == "stop" else reason
+            self._reason = "tool_calls" if self._reader.called and reason == "stop" else reason
             chunks.append(self._chunk({}, reason=self._reason))
         return chunks
 
     def whole(self) -> Json:
         """Return the choice with its message."""
-        delta = self._delta(self._parts)
-        message = {"role": "assistant", "content": delta.pop("content", None if self._calls else ""), "refusal": None}
+        delta, logprobs = self._delta(self._parts), self._reader.logprobs
+        content = delta.pop("content", None if self._reader.called else "")
+        message = {"role": "assistant", "content": content, "refusal": None}
         calls = delta.pop("tool_calls", [])
         if calls:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
         return {
             "index": self._index,
             "message": {**message, **delta},
-            "logprobs": self._as_logprobs(self._logprobs.all) if self._logprobs.given else None,
+            "logprobs": self._as_logprobs(logprobs.all) if logprobs.given else None,
             "finish_reason": self._reason,
         }
 
@@ -110,17 +95,13 @@ class ChatChoice:
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + part.text
             elif isinstance(part, ToolCall):
                 function = {"name": part.name, "arguments": ""}
-                calls[part.index] = {"index": part.index, "id": self._call_id(part.index), "type": "function",
+                calls[part.index] = {"index": part.index, "id": self._reader.call_id(part.index), "type": "function",
                                      "function": function}  # fmt: skip
             else:
                 assert isinstance(part, ToolArguments)
                 call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += part.text
         return {**delta, "tool_calls": list(calls.values())} if calls else delta
-
-    def _call_id(self, call: int) -> str:
-        """Return a call's id: nine letters and digits, as Mistral's templates want. Equal requests give equal ids."""
-        return hashlib.sha256(f"{self._key} {call}".encode()).hexdigest()[:9]
 
 
 class CompletionChoice:
@@ -157,3 +138,74 @@ class CompletionChoice:
 
     def _object(self, text: str, logprobs: Json | None = None) -> Json:
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": self._reason}
+
+
+@dataclass
+class Choices:
+    """An answer of choices, as chats and completions have them.
+
+    choices: one for each submission.   per_prompt: choices of one prompt.   seed: of the first choice.
+    kind, chunk_kind: value of `object` of the whole answer, and of a chunk.
+    include_usage: True if a stream's last chunk has the usage, and the others null.
+    """
+
+    service: Service
+    submissions: Sequence[Submission]
+    choices: Sequence[Choice]
+    per_prompt: int
+    seed: int
+    id: str
+    created: int
+    kind: str
+    chunk_kind: str
+    include_usage: bool
+    _left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left = len(self.choices)
+        # Only those who ask for usage get the field, which is null before the last chunk.
+        self._no_usage: Json = {"usage": None} if self.include_usage else {}
+
+    def begin(self) -> list[Event]:
+        """Return the first chunks of all choices."""
+        return [self._event([chunk], self._no_usage) for choice in self.choices for chunk in choice.begin()]
+
+    def push(self, number: int, written: Written) -> list[Event]:
+        """Return the chunks of an output. The last one of all has the figures, unless the usage follows."""
+        chunks = self.choices[number].push(written)
+        self._left -= written.output.finish_reason is not None
+        events = [self._event([chunk], self._no_usage) for chunk in chunks]
+        if self._left == 0 and not self.include_usage:
+            events[-1] = self._event(chunks[-1:], self._figures(False))
+        return events
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """Return the event of the error."""
+        return [Event(error.body), Event(DONE)]
+
+    def end(self) -> list[Event]:
+        """Return the chunk with the usage, if it is wanted."""
+        return [*([self._event([], self._figures(True))] if self.include_usage else []), Event(DONE)]
+
+    def whole(self) -> Json:
+        """Return the answer."""
+        return {**self._envelope(self.kind, [choice.whole() for choice in self.choices]), **self._figures(True)}
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.settings.model_name,
+            "system_fingerprint": self.service.fingerprint,
+            "choices": choices,
+        }
+
+    def _event(self, choices: list[Json], more: Json) -> Event:
+        return Event({**self._envelope(self.chunk_kind, choices), **more})
+
+    def _figures(self, with_usage: bool) -> Json:
+        """Return the usage, and the figures of the speculation, after the last output."""
+        requests = [submission.request for submission in self.submissions]
+        counted = {"usage": usage(requests, self.per_prompt)} if with_usage else {}
+        return {**counted, "redraft": speculation(requests, self.seed)}

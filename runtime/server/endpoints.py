@@ -6,14 +6,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from anyio import to_thread
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from redraft.runtime.server.answers import ChatChoice, Choice, CompletionChoice, Json
+from redraft.runtime.server.answers import ChatChoice, Choice, Choices, CompletionChoice
 from redraft.runtime.server.errors import refused, wrong
+from redraft.runtime.server.explained import ExplainedChoice
 from redraft.runtime.server.fields import (
     MOST_CHOICES,
     ChatRequest,
@@ -28,14 +29,30 @@ from redraft.runtime.server.fields import (
 from redraft.runtime.server.http import read_body
 from redraft.runtime.server.parameters import Job, job_of
 from redraft.runtime.server.prompts import chat_prompt, encode_prompt, fill_in_prompt, template_source
+from redraft.runtime.server.reading import ChatReader
+from redraft.runtime.server.rendering import Json
 from redraft.runtime.server.service import Service
 from redraft.runtime.server.streaming import Answer
+from redraft.runtime.server.tool_choice import call_rules
 from redraft.runtime.server.tool_formats import AnswerFormat, answer_format
+from redraft.runtime.server.tool_grammars import with_grammar
 from redraft.runtime.submission import Submission
 
 Model = TypeVar("Model", bound=Fields)
 _SMALL_BODY = 64 << 10
 """Bytes of a body that is read in the event loop. Larger ones would delay others."""
+
+
+class StartedChat(NamedTuple):
+    """A chat whose choices have been submitted, and the format of their answers."""
+
+    job: Job
+    form: AnswerFormat
+    submissions: Sequence[Submission]
+
+    def reader(self) -> ChatReader:
+        """Return the reader of the first choice."""
+        return ChatReader(0, self.submissions[0].request, self.form)
 
 
 class Endpoints:
@@ -49,18 +66,13 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
-        job = self._job(asked)
-        self._service.check_queue(job.choices)
-        form = self._answer_format(asked, job)
-        job = replace(job, sampling=replace(job.sampling, kept_tokens=form.kept_tokens(self._tokenizer)))
-        text, ids = await to_thread.run_sync(self._chat_prompt, asked)
-        form = form.after(text)
-        submissions = await self._service.submit([ids], job)
+        chat = await self._start_chat(asked)
+        kind = ExplainedChoice if chat.job.tells_steps else ChatChoice
         choices = [
-            ChatChoice(index, submission.request, form, self._service.texts)
-            for index, submission in enumerate(submissions)
+            kind(index, submission.request, chat.form, self._service.texts)
+            for index, submission in enumerate(chat.submissions)
         ]
-        return await self._respond(request, asked, job, submissions, choices)
+        return await self._respond(request, asked, chat.job, chat.submissions, choices)
 
     async def complete(self, request: Request) -> Response:
         """Continue one or several prompts."""
@@ -90,6 +102,8 @@ class Endpoints:
         vocabulary = self._runtime.verifier.vocabulary
         if unknown := [token for token in asked.tokens if not 0 <= token < vocabulary]:
             raise wrong(f"the token id {unknown[0]} is not from 0 to {vocabulary - 1}", "tokens", "invalid_value")
+        if (count := len(asked.tokens)) > (most := self._runtime.max_model_len):
+            raise wrong(f"{count} tokens are more than the context's {most}", "tokens", "context_length_exceeded")
         return {"prompt": await to_thread.run_sync(self._tokenizer.decode, asked.tokens)}
 
     async def models(self) -> Json:
@@ -125,7 +139,22 @@ class Endpoints:
     def _job(self, asked: ChatRequest | CompletionRequest) -> Job:
         if asked.stream_options is not None and not asked.stream:
             raise wrong("stream_options needs stream", "stream_options", "invalid_value")
-        return job_of(asked, self._service.defaults, self._runtime.max_model_len)
+        job = job_of(asked, self._service.defaults, self._runtime.max_model_len)
+        if job.tells_steps and not asked.stream:
+            raise wrong("redraft.steps needs stream", "redraft.steps", "invalid_value")
+        return job
+
+    async def _start_chat(self, asked: ChatRequest) -> StartedChat:
+        """Start all choices of a chat. Raises ApiError."""
+        job = self._job(asked)
+        self._service.check_queue(job.choices)
+        form, rules = self._answer_format(asked, job), call_rules(asked)
+        job = replace(job, sampling=replace(job.sampling, kept_tokens=form.kept_tokens(self._tokenizer)))
+        text, ids = await to_thread.run_sync(self._chat_prompt, asked)
+        form = form.after(text)
+        if rules is not None:
+            job = await to_thread.run_sync(with_grammar, job, rules, form, self._tokenizer)
+        return StartedChat(job, form, await self._service.submit([ids], job))
 
     def _answer_format(self, asked: ChatRequest, job: Job) -> AnswerFormat:
         """Return the format of the answer. A constraint holds for all of it, which leaves no place for reasoning."""
@@ -138,8 +167,11 @@ class Endpoints:
             raise wrong(message, "tools", "unsupported_parameter")
         return form
 
+    def _chat_text(self, asked: ChatRequest) -> str:
+        return chat_prompt(self._tokenizer, asked.messages, _tools(asked), asked.chat_template_kwargs)
+
     def _chat_prompt(self, asked: ChatRequest) -> tuple[str, list[int]]:
-        text = chat_prompt(self._tokenizer, asked.messages, _tools(asked), asked.chat_template_kwargs)
+        text = self._chat_text(asked)
         return text, encode_prompt(self._tokenizer, text, self._service.most_prompt_tokens, False, "messages")
 
     def _completion_ids(self, asked: CompletionRequest, prompt: str | Sequence[int]) -> list[int]:
@@ -169,16 +201,16 @@ class Endpoints:
         self, request: Request, asked: SampledRequest, job: Job, submissions: Sequence[Submission],
         choices: Sequence[Choice],
     ) -> Response:  # fmt: skip
-        is_chat = isinstance(asked, ChatRequest)
-        answer = Answer(
+        is_chat, options = isinstance(asked, ChatRequest), asked.stream_options
+        rendering = Choices(
             self._service, submissions, choices, job.choices, job.sampling.seed,
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             created=int(time.time()),
             kind="chat.completion" if is_chat else "text_completion",
             chunk_kind="chat.completion.chunk" if is_chat else "text_completion",
+            include_usage=bool(options and options.include_usage),
         )  # fmt: skip
-        options = asked.stream_options
-        return await answer.respond(request, bool(asked.stream), bool(options and options.include_usage))
+        return await Answer(self._service, submissions, rendering).respond(request, bool(asked.stream))
 
 
 def _tools(asked: ChatRequest) -> Sequence[Tool] | None:

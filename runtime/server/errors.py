@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import Any
@@ -12,12 +13,15 @@ from redraft.errors import RedraftError, UsageError
 from redraft.runtime.generation import RequestError
 from redraft.runtime.loop.scheduler import QueueFull, RequestOutput
 
+_LOG = logging.getLogger("redraft.server")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
 _PATH = re.compile(
     r"(?<![\w/.<])(?:~|\.\.?)?/[^\s'\",;:)]*[^\s'\",;:.)]"
     r"|(?<![\w/.<-])[\w.-]+/(?:[\w.-]+/[^\s'\",;:)]*[^\s'\",;:.)]|[\w.-]*\.[A-Za-z]\w*)"
 )
 """Texts that may be paths of the machine: absolute ones, and relative ones with two slashes or a suffix."""
+_LONGEST = 600
+"""Characters of a message or a name. A longer one repeats what the client sent."""
 
 
 class ApiError(Exception):
@@ -33,8 +37,8 @@ class ApiError(Exception):
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.status = status
-        self.message = without_paths(message) if status >= 500 else message
-        self.param = param
+        self.message = _shortened(without_paths(message) if status >= 500 else message)
+        self.param = param and _shortened(param)
         self.code = code
         self.retry_after = retry_after
 
@@ -70,6 +74,16 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, retry_after=1)
 
 
+def fault(error: Exception, request: str) -> ApiError:
+    """Return the answer for any error, and log one that nobody foresaw. request: the id of the answer."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RedraftError):
+        return api_error(error)
+    _LOG.error("%s failed by a fault of the server", request, exc_info=error)
+    return ApiError(500, "the server failed", code="internal_error")
+
+
 def api_error(error: RedraftError) -> ApiError:
     """Return the answer for an error of the runtime. It has no path of this machine."""
     if isinstance(error, QueueFull):
@@ -82,6 +96,8 @@ def api_error(error: RedraftError) -> ApiError:
 def failure_of(output: RequestOutput) -> ApiError | None:
     """Return the error of a request whose last output this is; None if it ended as it should, or has not ended."""
     if output.finish_reason == "timeout":
+        if not output.request.new_tokens and output.request.due == output.request.first_token_deadline:
+            return ApiError(504, "no token came within the time that this server allows", code="first_token_timeout")
         return ApiError(504, "the request took longer than this server allows", code="timeout")
     if output.finish_reason == "abort":
         return unavailable("the server is shutting down", "shutting_down")
@@ -89,6 +105,10 @@ def failure_of(output: RequestOutput) -> ApiError | None:
         error = output.request.error
         return ApiError(500, str(error or "the request failed"), code="request_failed")
     return None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def without_paths(text: str) -> str:

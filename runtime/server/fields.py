@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
+from redraft.errors import UsageError
+from redraft.runtime.params import schema_text
 from redraft.runtime.server.errors import refused, wrong
 
 MOST_CHOICES = 128
@@ -30,6 +32,29 @@ TokenIds = Many[Annotated[int, Field(ge=0, lt=1 << 32)]]
 """Those that the vocabulary lacks are refused later. The tokenizer takes 32 bits."""
 StopText = Annotated[str, Field(max_length=256)]
 """OpenAI allows 4 stop strings, this server 16. More and longer ones would cost every token time."""
+StopTexts = Annotated[Many[StopText], Field(max_length=16)]
+
+
+def _true_or_false(value: object) -> object:
+    """Refuse numbers, since 0 equals False."""
+    if not isinstance(value, bool):
+        raise PydanticCustomError("literal_error", "Input should be false")
+    return value
+
+
+No = Annotated[Literal[False], BeforeValidator(_true_or_false)]
+
+
+def _finite(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse numbers such as 1e999, which become infinite, and which no answer could repeat."""
+    try:
+        schema_text(schema)
+    except UsageError:
+        raise PydanticCustomError("json_schema", "Input should have no number that JSON lacks") from None
+    return schema
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 class Fields(BaseModel):
@@ -46,7 +71,7 @@ class StreamOptions(Fields):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: No | None = None
 
 
 class SpeculativeConfig(Fields):
@@ -57,8 +82,17 @@ class SpeculativeConfig(Fields):
     controller: str | None = None
 
 
-class SampledRequest(Fields):
-    """Fields of chats and completions."""
+class RedraftOptions(Fields):
+    """`redraft`: what a stream tells besides its text.
+
+    steps: the source of each token, and the draft tree of each step.
+    """
+
+    steps: bool | None = None
+
+
+class GenerationRequest(Fields):
+    """Fields of all requests that generate."""
 
     model: str
     temperature: float | None = None
@@ -66,20 +100,25 @@ class SampledRequest(Fields):
     top_k: int | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: StopText | Annotated[Many[StopText], Field(max_length=16)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Bias | None = None
-    max_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    speculative_config: SpeculativeConfig | Literal[False] | None = None
+    speculative_config: SpeculativeConfig | No | None = None
+
+
+class SampledRequest(GenerationRequest):
+    """Fields of chats and completions."""
+
+    stop: StopText | StopTexts | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
 
 
 class TextPart(Fields):
@@ -122,10 +161,10 @@ class ChatMessage(Fields):
 class FunctionDefinition(Fields):
     """A function that the model may call. `parameters` is a JSON schema."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
 
 
 class Tool(Fields):
@@ -135,12 +174,54 @@ class Tool(Fields):
     function: FunctionDefinition
 
 
+class FunctionName(Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """One of the tools, by its name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Fields):
+    """Those of the tools that the model may call. It must call one if the mode is `required`."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[NamedTool], Field(min_length=1)]
+
+
+class AllowedToolChoice(Fields):
+    """A `tool_choice` of several tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(choice: object) -> str:
+    """Return the type that a `tool_choice` is meant to have."""
+    if not isinstance(choice, dict):
+        return "Word"
+    return "AllowedToolChoice" if choice.get("type") == "allowed_tools" else "NamedTool"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Word")]
+    | Annotated[NamedTool, Tag("NamedTool")]
+    | Annotated[AllowedToolChoice, Tag("AllowedToolChoice")],
+    Discriminator(_kind_of_choice),
+]
+
+
 class NamedSchema(Fields):
     """A JSON schema. It is always enforced, strict or not."""
 
     name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -173,14 +254,15 @@ class ChatRequest(SampledRequest):
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     tools: Many[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Many[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: No | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    redraft: RedraftOptions | None = None
 
 
 def _kind_of_prompt(prompt: object) -> str:
@@ -238,8 +320,18 @@ def parse(model: type[Model], body: bytes, allow_unknown: bool) -> Model:
 
     allow_unknown: True to ignore unknown fields.
     """
+    return _checked(lambda: model.model_validate_json(body), allow_unknown)
+
+
+def fields_of(model: type[Model], values: Mapping[str, Any], allow_unknown: bool) -> Model:
+    """Return fields by their values, of which those of a request have been parsed. Raises ApiError as `parse` does."""
+    return _checked(lambda: model.model_validate(values, strict=False), allow_unknown)  # strict ones are no dicts
+
+
+def _checked(read: Callable[[], Model], allow_unknown: bool) -> Model:
+    """Return the fields that `read` returns. Raises ApiError as `parse` does."""
     try:
-        found = model.model_validate_json(body)
+        found = read()
     except ValidationError as error:
         # A value that fits no type of a union has an error for each; the deepest one is of the type that was meant.
         worst = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))

@@ -17,6 +17,8 @@ from redraft.runtime.server.settings import ServerSettings
 
 _JSON = "application/json"
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_PROBED = ("/health", "/ready", "/metrics")
+"""Probes and Prometheus ask for these by an address that nobody knows before."""
 
 
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
@@ -50,19 +52,22 @@ def _too_large(most: int) -> ApiError:
 
 class HostCheck:
     """Refuses requests that name another server. A page can make its own name one of a loopback address, and the
-    browser then takes the answers for the page's own.
+    browser then takes the answers for the page's own. On other addresses than loopback ones, every name may be used for
+    what probes and Prometheus ask: it tells no text of a request.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         own = f"[{settings.host}]" if ":" in settings.host else settings.host
-        is_checked = bool(settings.allow_hosts) or _is_loopback(settings.host)
+        is_loopback = _is_loopback(settings.host)
+        is_checked = bool(settings.allow_hosts) or is_loopback
+        self._open = () if is_loopback else _PROBED
         self._names = {name.lower() for name in (*_LOCAL, own, *settings.allow_hosts)} if is_checked else None
 
     async def __call__(self, request: Request) -> None:
         """Raise ApiError (403) for a `Host` that the server does not have."""
         host = request.headers.get("host", "")
         name = re.sub(r":\d*$", "", host).lower()
-        if self._names is not None and name not in self._names:
+        if self._names is not None and name not in self._names and request.scope["path"] not in self._open:
             raise ApiError(
                 403, f"this server does not answer for the host {name[:80]!r}; --allow-host allows it",
                 code="host_not_allowed",
@@ -83,10 +88,11 @@ class KeyCheck:
         self._digests = [_digest(key) for key in settings.api_keys]
 
     async def __call__(self, request: Request) -> None:
-        """Raise ApiError (401) for a request without a key, if there are keys."""
+        """Raise ApiError (401) for a request without a key, if there are keys. Either of two headers may have it."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
-        if self._digests and not sum([hmac.compare_digest(given, digest) for digest in self._digests]):
+        bearer = key.strip() if scheme.lower() == "bearer" else ""
+        given = [_digest(bearer), _digest(request.headers.get("x-api-key", ""))]
+        if self._digests and not sum([hmac.compare_digest(one, digest) for one in given for digest in self._digests]):
             raise ApiError(
                 401, "this server needs an API key: send the header Authorization: Bearer KEY", code="invalid_api_key"
             )

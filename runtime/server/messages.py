@@ -86,12 +86,12 @@ def _call(place: str, call: Any) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         _refuse(f"{place}.function", "is an object with a name and arguments", function)
-    arguments = _arguments(f"{place}.function.arguments", function.get("arguments"))
+    arguments = call_arguments(f"{place}.function.arguments", function.get("arguments"))
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _arguments(place: str, text: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object."""
+def call_arguments(place: str, text: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object. Raises UsageError, which names the place, for another text."""
     if not isinstance(text, str):
         _refuse(place, "is a JSON object as a text", text)
     try:

@@ -33,7 +33,7 @@ _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
 
 
 @dataclass(slots=True)
-class _Sums:
+class Sums:
     """Sums over requests.
 
     accepted_at: accepted tokens by depth, from 0.   ends: requests that ended, by reason.
@@ -72,7 +72,7 @@ class ServerMetrics:
     def __init__(self, runtime: Runtime, model_name: str) -> None:
         self._model_name = model_name
         self._runtime = runtime
-        self._ended = _Sums()
+        self._ended = Sums()
         self._latest: dict[Request, float] = {}
         """When running requests got their latest tokens."""
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read when they are rendered."""
-        health, gain, sums = self._runtime.health, self._runtime.gain, self._sums()
+        health, gain, sums = self._runtime.health, self._runtime.gain, self.sums()
         waiting = min(health.waiting, health.requests)  # it was read later
         yield self._gauge("num_requests_running", "Requests with a slot.", health.requests - waiting)
         yield self._gauge("num_requests_waiting", "Requests without a slot.", waiting)
@@ -172,7 +172,7 @@ class ServerMetrics:
             family.add_metric([self._model_name, *([value] if label else [])], count)
         return family
 
-    def _sums(self) -> _Sums:
+    def sums(self) -> Sums:
         """Return the sums over all requests, running ones included. They never decrease."""
         with self._lock:
             sums, running = deepcopy(self._ended), list(self._latest)

@@ -30,6 +30,7 @@ class Job:
     """What each prompt of a request asks for.
 
     choices: continuations of each prompt. The choice of index i in the answer has the seed of `sampling` plus i.
+    tells_steps: True if the answer has the source of each token and the draft trees.
     """
 
     sampling: SamplingParams
@@ -38,6 +39,7 @@ class Job:
     priority: int = 0
     tenant: str | None = None
     cache_salt: str | None = None
+    tells_steps: bool = False
 
     def choice(self, index: int) -> SamplingParams:
         """Return the parameters of one choice."""
@@ -65,10 +67,14 @@ def job_of(request: ChatRequest | CompletionRequest, defaults: SamplingParams, m
         sampling = replace(defaults, **given)
     except UsageError as error:
         raise named(error) from None
-    tenant = request.user
+    tenant, tells_steps = request.user, False
+    if isinstance(request, ChatRequest) and request.redraft is not None:
+        tells_steps = bool(request.redraft.steps)
     if isinstance(request, ChatRequest) and tenant is None:
         tenant = request.safety_identifier
-    return Job(sampling, _speculation(request), request.n or 1, request.priority or 0, tenant, request.cache_salt)
+    return Job(
+        sampling, _speculation(request), request.n or 1, request.priority or 0, tenant, request.cache_salt, tells_steps
+    )  # fmt: skip
 
 
 def named(error: UsageError) -> Exception:

@@ -53,6 +53,9 @@ class AnswerParser:
     is content, as it was written. A call that has begun stays. If its JSON turns out to be wrong, or the answer ends,
     its arguments end there: they are no JSON, and text from the first wrong character on is content. White space alone
     before and after calls is left out, and so is the newline that the format puts before a call.
+
+    reasoning_end: characters of the answer up to the end of the reasoning section, markers included; 0 if it has none,
+                   None as long as that is open.
     """
 
     def __init__(self, answer_format: AnswerFormat) -> None:
@@ -64,10 +67,13 @@ class AnswerParser:
         self._content = ContentWriter(self._write_content, newline=tools is not None and tools.newline)
         self._calls = None if tools is None else CallReader(tools, self._reader, self._begin, self._write_arguments)
         self._reading = self._answer()
+        self._characters = 0
+        self.reasoning_end: int | None = None
 
     def push(self, text: str) -> list[Part]:
         """Add text. Returns new parts, which no later text can change."""
         self._reader.text += text
+        self._characters += len(text)
         return self._resume()
 
     def finish(self) -> list[Part]:
@@ -86,6 +92,8 @@ class AnswerParser:
         """Read the whole answer."""
         if self._format.reasoning is not None:
             yield from self._reasoning(*self._format.reasoning)
+        else:
+            self.reasoning_end = 0
         if self._format.tools is None or self._calls is None:
             while text := (yield from self._reader.before(None)):
                 self._content.write(text)
@@ -112,7 +120,7 @@ class AnswerParser:
         if not self._format.in_reasoning:
             yield from reader.skip()
             if not (yield from reader.starts(opener)):
-                reader.place = 0
+                reader.place = self.reasoning_end = 0
                 return
             yield from reader.expect(opener)
         newlines: str | None = None  # the last ones so far; None before other text
@@ -127,6 +135,7 @@ class AnswerParser:
                 newlines += text[len(body) :]
         if (yield from reader.starts(closer)):
             yield from reader.expect(closer)
+            self.reasoning_end = self._characters - (len(reader.text) - reader.place)
         self._content.after_section()
 
     def _call(self, reading: Reading[str | None]) -> Reading[bool]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from redraft.errors import UsageError
 from redraft.runtime.server.errors import ApiError
+from redraft.runtime.server.reloading import DrafterReload
 from redraft.runtime.server.service import Service
 from redraft.runtime.server.settings import ServerSettings
 
@@ -81,11 +85,13 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: FastAPI, settings: ServerSettings, started: Callable[[str], None]) -> None:
         """started: called with the server's URL once it listens."""
         config = uvicorn.Config(
-            app, http=LimitedHeaders, log_level="warning", access_log=False, server_header=False, lifespan="off",
+            app, http=LimitedHeaders, log_config=None, log_level="warning", access_log=False, server_header=False,
+            lifespan="off",
             timeout_graceful_shutdown=_CLOSING_SECONDS,
         )  # fmt: skip
         super().__init__(config)
         self.service: Service = app.state.service
+        self._reload: DrafterReload | None = getattr(app.state, "reload", None)
         self._drain_seconds = settings.drain_timeout
         self._deadline: float | None = None
         self._started = started
@@ -94,6 +100,8 @@ class DrainingServer(uvicorn.Server):
         """Listen on sockets, and tell the URL of the first."""
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
+        if self._reload is not None and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload.begin)
         self._started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -16,6 +16,7 @@ from redraft.runtime.server.errors import ApiError, api_error, unavailable, wron
 from redraft.runtime.server.limits import Backlog
 from redraft.runtime.server.metrics import ServerMetrics
 from redraft.runtime.server.parameters import Job
+from redraft.runtime.server.request_record import current_record
 from redraft.runtime.server.settings import ServerSettings
 from redraft.runtime.server.tokens import TokenTexts
 from redraft.runtime.submission import Submission
@@ -63,12 +64,21 @@ class Service:
             return "the server is shutting down"
         try:
             self.runtime.check_running()
-            health = self.runtime.health
+            health, stalled = self.runtime.health, self.seconds_to_stall() <= 0
         except UsageError as error:
             return error.message
-        if health.requests and health.idle_seconds > self.settings.progress_timeout:
+        if stalled:
             return f"no step has made progress for {health.idle_seconds:.0f} s, and {health.requests} requests wait"
+        if health.requests and health.error is not None:
+            return f"the latest step failed: {health.error.message}"
         return None
+
+    def seconds_to_stall(self) -> float:
+        """Return in how many seconds the server counts as stalled unless a step makes progress; 0 or less if it is.
+
+        Raises UsageError if the runtime is closed.
+        """
+        return self.settings.progress_timeout - self.runtime.health.idle_seconds
 
     def check_queue(self, choices: int) -> None:
         """Raise ApiError or QueueFull if the queue has no space for so many choices now, or never has.
@@ -89,6 +99,8 @@ class Service:
         started: list[Submission] = []
         with CancelScope(shield=True):  # a request whose client leaves now would run without anyone
             started = await to_thread.run_sync(self._submit, prompts, job)
+            if (record := current_record()) is not None:
+                record.submitted(started, job)
         return started
 
     def _submit(self, prompts: Sequence[Sequence[int]], job: Job) -> list[Submission]:
@@ -120,15 +132,19 @@ class Service:
             raise unavailable("the server is shutting down", "shutting_down")
         try:
             self.runtime.check_running()
+            stalled = self.seconds_to_stall() <= 0
         except UsageError as error:
             raise unavailable(error.message, "not_running") from error
+        if stalled:
+            raise unavailable("no step has made progress for too long", "no_progress")
 
     def _start(self, ids: Sequence[int], job: Job, index: int) -> Submission:
         """Submit the choice of this index in the answer. Raises the errors of `Runtime.submit`."""
         submission = self.runtime.submit(
             ids, job.choice(index), job.speculation, priority=job.priority,
-            timeout=self.settings.request_timeout, tenant=job.tenant, cache_salt=job.cache_salt,
-            on_output=_Watcher(self.metrics, self._backlog, len(ids)),
+            timeout=self.settings.request_timeout, first_token_timeout=self.settings.first_token_timeout,
+            tenant=job.tenant, cache_salt=job.cache_salt, on_output=_Watcher(self.metrics, self._backlog, len(ids)),
+            keep_trees=job.tells_steps,
         )  # fmt: skip
         self.metrics.arrived(len(ids))
         self._running.add(submission)

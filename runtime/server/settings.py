@@ -11,7 +11,7 @@ from redraft.files import read_text
 _AT_LEAST = {
     "port": 0, "max_body_bytes": 1, "max_prompt_tokens": 1, "max_queued_tokens": 0,
 }  # fmt: skip
-_SECONDS = ("body_timeout", "request_timeout", "progress_timeout", "drain_timeout")
+_SECONDS = ("body_timeout", "request_timeout", "first_token_timeout", "progress_timeout", "drain_timeout")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,11 @@ class ServerSettings:
     max_queued_tokens:   prompt tokens of requests without a first token; None takes any number.
     body_timeout:        seconds in which a request's body must arrive.
     request_timeout:     seconds that a request may take in all, its wait included; None takes any time.
-    progress_timeout:    seconds without a step after which `/ready` fails, while requests wait.
+    first_token_timeout: seconds that the first token of a request may take, its wait included; None takes any time.
+    progress_timeout:    seconds without a step after which `/ready` and requests fail, while requests wait.
     drain_timeout:       seconds that running requests have left when the server is told to stop.
+    reload_drafter:      True if SIGHUP and /v1/drafters/reload read the bundle's drafters again.
+    log_prompts:         True if the log has prompts and answers.   log_clients: True if it has clients' addresses.
     Raises UsageError for a value out of range.
     """
 
@@ -47,8 +50,12 @@ class ServerSettings:
     max_queued_tokens: int | None = None
     body_timeout: float = 30.0
     request_timeout: float | None = None
+    first_token_timeout: float | None = None
     progress_timeout: float = 30.0
     drain_timeout: float = 30.0
+    reload_drafter: bool = False
+    log_prompts: bool = False
+    log_clients: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _AT_LEAST.items():

@@ -4,117 +4,108 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from redraft.runtime.server.answers import Choice, Json
-from redraft.runtime.server.errors import failure_of
+from redraft.errors import UsageError
+from redraft.runtime.server.errors import ApiError, failure_of, fault
+from redraft.runtime.server.rendering import Event, Json, Rendering
 from redraft.runtime.server.service import Service
-from redraft.runtime.server.usage import speculation, usage
 from redraft.runtime.submission import Submission, Written
 
-DONE = "[DONE]"
+Output = tuple[int, Written]
+"""An output with the number of its submission."""
+Outputs = AsyncGenerator[Output]
+_Found = TypeVar("_Found")
 CLIENT_LEFT = 499
 """Status of an answer that nobody receives."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one HTTP request.
-
-    choices: one for each submission.   per_prompt: choices of one prompt.   seed: of the first choice.
-    kind, chunk_kind: value of `object` of the whole answer, and of a chunk.
-    """
+    """The answer to one HTTP request: its submissions, and its form."""
 
     service: Service
     submissions: Sequence[Submission]
-    choices: Sequence[Choice]
-    per_prompt: int
-    seed: int
-    id: str
-    created: int
-    kind: str
-    chunk_kind: str
+    rendering: Rendering
 
-    async def respond(self, request: HttpRequest, stream: bool, include_usage: bool) -> Response:
-        """Return the response. The submissions end with it, or when the client leaves."""
-        if stream:
-            return _EventStream(self, include_usage)
+    async def respond(self, request: HttpRequest, stream: bool) -> Response:
+        """Return the response. The submissions end with it, or when the client leaves.
+
+        With a limit of the time to the first token, a stream begins with that token: before, it may still get a status.
+        Raises ApiError.
+        """
+        outputs, begun = self._outputs(), False
         try:
-            found = await _unless_left(request, self.whole())
+            if not stream:
+                found = await _unless_left(request, self.whole(outputs))
+                return Response(status_code=CLIENT_LEFT) if found is None else JSONResponse(found)
+            if self.service.settings.first_token_timeout is not None:
+                first = await _unless_left(request, anext(outputs))
+                if first is None:
+                    return Response(status_code=CLIENT_LEFT)
+                outputs = _chained(first, outputs)
+            begun = True
+            return _EventStream(self, outputs)
+        except Exception as error:
+            raise fault(error, self.rendering.id) from error
         finally:
-            self.close()
-        return Response(status_code=CLIENT_LEFT) if found is None else JSONResponse(found)
+            if not begun:
+                self.close()
 
     def close(self) -> None:
         """End the submissions that have not ended."""
         self.service.release(self.submissions)
 
-    async def whole(self) -> Json:
+    async def whole(self, outputs: Outputs) -> Json:
         """Return the whole answer. Raises ApiError if one of its requests failed."""
-        async with aclosing(_merged(self.submissions)) as outputs:
+        async with aclosing(outputs):
+            async for number, written in outputs:
+                self.rendering.push(number, written)
+        return self.rendering.whole()
+
+    async def events(self, outputs: Outputs) -> AsyncGenerator[ServerSentEvent]:
+        """Yield all events. Those of an error are the last ones, also of one that nobody foresaw."""
+        try:
+            async with aclosing(self._rendered(outputs)) as events:
+                async for event in events:
+                    yield _sent(event)
+        except Exception as error:  # noqa: BLE001 - a client cannot read a connection that breaks
+            for event in self.rendering.fail(fault(error, self.rendering.id)):
+                yield _sent(event)
+
+    async def _rendered(self, outputs: Outputs) -> AsyncGenerator[Event]:
+        """Yield the events of the outputs. Raises ApiError if one of the requests failed."""
+        for event in self.rendering.begin():
+            yield event
+        async with aclosing(outputs):
+            async for number, written in outputs:
+                for event in self.rendering.push(number, written):
+                    yield event
+        for event in self.rendering.end():
+            yield event
+
+    async def _outputs(self) -> Outputs:
+        """Yield the outputs of all submissions as `_merged` does. Raises ApiError if one failed, and if none comes."""
+        async with aclosing(_merged(self.submissions, self.service.seconds_to_stall)) as outputs:
             async for number, written in outputs:
                 if failure := failure_of(written.output):
                     raise failure
-                self.choices[number].push(written)
-        choices = [choice.whole() for choice in self.choices]
-        return {**self._envelope(self.kind, choices), **self._figures(True)}
-
-    async def events(self, include_usage: bool) -> AsyncGenerator[str]:
-        """Yield the data of every event. An error is the last one before the end."""
-        # Only those who ask for usage get the field, which is null before the last chunk.
-        no_usage: Json = {"usage": None} if include_usage else {}
-        left = len(self.choices)
-        for choice in self.choices:
-            for chunk in choice.begin():
-                yield self._event([chunk], no_usage)
-        async with aclosing(_merged(self.submissions)) as outputs:
-            async for number, written in outputs:
-                if failure := failure_of(written.output):
-                    yield _dumps(failure.body)
-                    break
-                chunks = self.choices[number].push(written)
-                left -= written.output.finish_reason is not None
-                for place, chunk in enumerate(chunks, 1):
-                    is_last = left == 0 and place == len(chunks)
-                    more = self._figures(False) if is_last and not include_usage else no_usage
-                    yield self._event([chunk], more)
-        if left == 0 and include_usage:
-            yield self._event([], self._figures(True))
-        yield DONE
-
-    def _envelope(self, kind: str, choices: list[Json]) -> Json:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.service.settings.model_name,
-            "system_fingerprint": self.service.fingerprint,
-            "choices": choices,
-        }
-
-    def _event(self, choices: list[Json], more: Json) -> str:
-        return _dumps({**self._envelope(self.chunk_kind, choices), **more})
-
-    def _figures(self, with_usage: bool) -> Json:
-        """Return the usage, and the figures of the speculation, after the last output."""
-        requests = [submission.request for submission in self.submissions]
-        counted = {"usage": usage(requests, self.per_prompt)} if with_usage else {}
-        return {**counted, "redraft": speculation(requests, self.seed)}
+                yield number, written
 
 
 class _EventStream(EventSourceResponse):
     """Server-sent events of an answer, whose submissions end with it, however it ends."""
 
-    def __init__(self, answer: Answer, include_usage: bool) -> None:
-        super().__init__(answer.events(include_usage), sep="\n")
+    def __init__(self, answer: Answer, outputs: Outputs) -> None:
+        super().__init__(answer.events(outputs), sep="\n")
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,12 +115,20 @@ class _EventStream(EventSourceResponse):
             self._answer.close()
 
 
-async def _merged(submissions: Sequence[Submission]) -> AsyncGenerator[tuple[int, Written]]:
+async def _chained(first: Output, others: Outputs) -> Outputs:
+    """Yield the first output, and then the others."""
+    async with aclosing(others):
+        yield first
+        async for output in others:
+            yield output
+
+
+async def _merged(submissions: Sequence[Submission], seconds_to_stall: Callable[[], float]) -> Outputs:
     """Yield the outputs of all submissions as they come, with the submission's number, until all have ended.
 
-    Raises the error of a submission that cannot be read.
+    Raises the error of a submission that cannot be read, and ApiError (500) if the decode loop stalls.
     """
-    queue: asyncio.Queue[tuple[int, Written] | Exception] = asyncio.Queue()
+    queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
 
     async def pump(number: int, submission: Submission) -> None:
         try:
@@ -139,9 +138,16 @@ async def _merged(submissions: Sequence[Submission]) -> AsyncGenerator[tuple[int
         except Exception as error:  # noqa: BLE001 - the reader raises it
             queue.put_nowait(error)
 
+    async def watch() -> None:
+        with suppress(UsageError):  # a runtime that is closed ends its requests
+            while (seconds := seconds_to_stall()) > 0:
+                await asyncio.sleep(seconds)
+            queue.put_nowait(ApiError(500, "no step has made progress for too long", code="no_progress"))
+
     tasks = [asyncio.create_task(pump(number, one)) for number, one in enumerate(submissions)]
+    left = len(tasks)
+    tasks.append(asyncio.create_task(watch()))
     try:
-        left = len(tasks)
         while left:
             found = await queue.get()
             if isinstance(found, Exception):
@@ -153,7 +159,7 @@ async def _merged(submissions: Sequence[Submission]) -> AsyncGenerator[tuple[int
             task.cancel()
 
 
-async def _unless_left(request: HttpRequest, work: Coroutine[Any, Any, Json]) -> Json | None:
+async def _unless_left(request: HttpRequest, work: Coroutine[Any, Any, _Found]) -> _Found | None:
     """Return the result of `work`; None, with `work` cancelled, if the client leaves before."""
 
     async def left() -> None:
@@ -170,6 +176,7 @@ async def _unless_left(request: HttpRequest, work: Coroutine[Any, Any, Json]) ->
             working.cancel()
 
 
-def _dumps(value: Json) -> str:
-    """Return JSON in ASCII: some clients also end a line at U+0085, U+2028 and U+2029, which would cut an event."""
-    return json.dumps(value, separators=(",", ":"))
+def _sent(event: Event) -> ServerSentEvent:
+    """Return an event as it is sent, with JSON in ASCII: some clients also end a line at U+0085, U+2028 and U+2029."""
+    data = event.data if isinstance(event.data, str) else json.dumps(event.data, separators=(",", ":"))
+    return ServerSentEvent(data, event=event.name, sep="\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from redraft.runtime.server.text_reader import SPACE, Reading, TextReader, Unexpected
 from redraft.runtime.server.tool_formats import ToolFormat
 
-_NAME = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
+NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
 """Characters of names and ids that no quotation marks enclose."""
 _BETWEEN_CALLS = SPACE | {";"}
 
@@ -85,11 +85,11 @@ class CallReader:
     def _named_call(self) -> Reading[None]:
         """Read the name, perhaps an id, and the arguments."""
         reader, start = self._reader, self._reader.place
-        yield from reader.skip(_NAME)
+        yield from reader.skip(NAME_CHARACTERS)
         name = reader.text[start : reader.place]
         if (yield from reader.starts("[CALL_ID]")):
             yield from reader.expect("[CALL_ID]")
-            yield from reader.skip(_NAME)
+            yield from reader.skip(NAME_CHARACTERS)
         if (yield from reader.starts("[ARGS]")):
             yield from reader.expect("[ARGS]")
         yield from reader.skip()

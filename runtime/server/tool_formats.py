@@ -44,11 +44,13 @@ class AnswerFormat:
     tools:        how it calls tools; None if it calls none, or if the template's format is not one of ours.
     reasoning:    markers around the reasoning with which an answer may begin; None if that stays content.
     in_reasoning: True if the prompt has the opening marker, so that the answer begins after it.
+    names_first:  True if the name of a call is before its JSON, as in Mistral's newer form.
     """
 
     tools: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None
     in_reasoning: bool = False
+    names_first: bool = False
 
     def after(self, prompt: str) -> AnswerFormat:
         """Return the format of the answer to a rendered prompt, which may end with the opening marker of reasoning."""
@@ -69,9 +71,11 @@ def answer_format(template_source: str, tools: bool, reasoning: bool) -> AnswerF
     The prompt decides whether an answer begins with reasoning: call `AnswerFormat.after` with it.
     """
     sections = [markers for markers in _SECTIONS if any(marker in template_source for marker in markers)]
+    found = _tool_format(template_source) if tools else None
     return AnswerFormat(
-        tools=_tool_format(template_source) if tools else None,
+        tools=found,
         reasoning=sections[0] if reasoning and sections else None,
+        names_first=found is ToolFormat.MISTRAL and "[ARGS]" in template_source,
     )
 
 

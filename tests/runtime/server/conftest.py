@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from starlette.testclient import TestClient
@@ -26,3 +27,9 @@ def runtime() -> Iterator[Runtime]:
 @pytest.fixture
 def client(runtime: Runtime) -> TestClient:
     return client_of(runtime)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as found:
+        yield found

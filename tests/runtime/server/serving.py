@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.runtime.fakes import CURVE, EOS, FakeEngine, Rule, byte_text, fake_ve
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 HERMES = TEMPLATE + "{% if tools %}<tool_call>{{ tools | length }}</tool_call>{% endif %}<think></think>"
 """As above, in the format of Hermes."""
+LONG = {"model": "toy", "prompt": "abc", "max_tokens": 100}
 USER = {"role": "user", "content": "hi"}
 WAIT = 60
 """Seconds after which a test that waits has failed."""
@@ -82,6 +84,25 @@ def listening(runtime: Runtime, **settings: Any) -> Iterator[tuple[str, Draining
             assert not thread.is_alive()
 
 
+def ask(client: TestClient, **fields: Any) -> httpx.Response:
+    """Complete a prompt of 3 tokens, by 100 tokens unless `fields` says otherwise."""
+    return client.post("/v1/completions", json={**LONG, **fields})
+
+
+def ended_by_abort(client: TestClient) -> int:
+    """Return how many requests ended because nobody wanted them."""
+    (line,) = [line for line in client.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line]
+    return int(float(line.rpartition(" ")[2]))
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for a state that no event tells."""
+    end = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     """Return the data of a stream's events. The last one, `[DONE]`, is checked and left out."""
     assert response.status_code == 200, response.text
@@ -96,3 +117,14 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     (error,) = response.json().values()
     assert error.keys() == {"message", "type", "param", "code"}
     return error
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the data of a stream's events, whose names are checked: each is the type of its data."""
+    assert response.status_code == 200, response.text
+    found = []
+    for event in response.text.strip().split("\n\n"):
+        name, data = event.splitlines()
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

@@ -86,3 +86,9 @@ def test_the_page_explains_all_metrics_and_no_other(root: Path, series: dict[str
     rows = re.findall(r"^\| `(redraft:\w+)", (root / "docs/serving-metrics.md").read_text("utf-8"), re.MULTILINE)
     families = {name.removesuffix("_bucket") for name in series if not name.endswith(("_created", "_sum", "_count"))}
     assert sorted(rows) == sorted(families)
+
+
+def test_alerts_name_metrics_that_a_server_has(root: Path, series: dict[str, set[str]]) -> None:
+    names = set(NAME.findall((root / "deploy/prometheus/alerts.yml").read_text("utf-8")))
+    assert len(names) > 4
+    assert names - series.keys() == set()

@@ -172,6 +172,25 @@ def test_parts_are_the_same_wherever_the_text_is_cut(name: str) -> None:
         assert parsed(answer_format, text, [cut, cut + 1]) == expected
 
 
+@pytest.mark.parametrize(
+    ("answer_format", "text", "end"),
+    [
+        (PLAIN, "<think>a</think>", 0), (THINKING, " a", 0), (THINKING, "", 0),
+        (THINKING, " <think>a\n</think>\nb", 18), (THINKING, "<think>a", None),
+        (replace(THINKING, in_reasoning=True), "a</think></think>", 9),
+    ],
+)  # fmt: skip
+def test_the_end_of_the_reasoning_is_the_same_wherever_the_text_is_cut(
+    answer_format: AnswerFormat, text: str, end: int | None
+) -> None:
+    for cut in range(len(text) + 1):
+        parser = AnswerParser(answer_format)
+        parser.push(text[:cut])
+        parser.push(text[cut:])
+        parser.finish()
+        assert parser.reasoning_end == end
+
+
 FRAGMENTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
     '{"name": "f", "arguments": {"a": "', '{"name": "f", "parameters": ', '{"arguments": {}, "name": ', '"g"', "{}",

@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +18,7 @@ from redraft.runtime.server.process import MOST_HEADER_BYTES, bound_socket
 from redraft.runtime.server.settings import ServerSettings
 from tests.runtime.fakes import EOS, script
 from tests.runtime.server import serving
-from tests.runtime.server.serving import HERMES, USER, WAIT, Gate, error_of, listening, toy
+from tests.runtime.server.serving import HERMES, USER, WAIT, Gate, error_of, listening, toy, wait_until
 
 CALL = '<think>why</think><tool_call>{"name": "f", "arguments": {"x": 5}}</tool_call>'
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -32,13 +31,6 @@ def client_at(url: str, key: str = "none") -> openai.OpenAI:
 def address_of(url: str) -> tuple[str, int]:
     host, _, port = url.removeprefix("http://").partition(":")
     return host, int(port)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_openais_client_reads_answers_streams_and_errors() -> None:

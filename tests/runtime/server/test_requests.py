@@ -86,9 +86,6 @@ def test_fields_that_are_not_supported_are_refused_by_name(client: TestClient, n
         ({"messages": [{**USER, "mood": 1}]}, "messages.0.mood"),
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [{"type": "custom"}]}, "tools.0.type"),
-        ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"store": True}, "store"),
         ({"modalities": ["audio"]}, "modalities.0"),
@@ -187,7 +184,7 @@ def test_every_other_field_is_accepted(client: TestClient) -> None:
         "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"97": 1}, "stop": "zz",
         "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 0, "ignore_eos": True, "user": "a",
         "safety_identifier": "b", "cache_salt": "c", "priority": 1, "modalities": ["text"], "service_tier": "auto",
-        "store": False, "prompt_cache_key": "k", "parallel_tool_calls": True, "tool_choice": "auto",
+        "store": False, "prompt_cache_key": "k", "parallel_tool_calls": False, "tool_choice": "auto",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "controller": "adaptive"},
         "chat_template_kwargs": {"mood": "good"}, "response_format": {"type": "text"},
     }  # fmt: skip
@@ -301,6 +298,9 @@ def test_tokens_and_texts(client: TestClient) -> None:
     assert answer == {"tokens": [97, 0xC3, 0xA9], "count": 3, "max_model_len": 200}
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "aé"}
     error_of(client.post("/detokenize", json={"tokens": [1 << 40]}), 400)
+    assert client.post("/detokenize", json={"tokens": [97] * 200}).json() == {"prompt": "a" * 200}
+    error = error_of(client.post("/detokenize", json={"tokens": [97] * 201}), 400)
+    assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
     error_of(client.post("/tokenize", json={"prompt": "a", "messages": [USER]}), 400)
 
 

@@ -76,7 +76,8 @@ def parsed(found: AnswerFormat, text: str) -> list[Part]:
     ],
 )
 def test_a_template_shows_its_format(template: str, expected: ToolFormat | None) -> None:
-    assert answer_format(template, tools=True, reasoning=False) == AnswerFormat(expected)
+    names_first = template is MISTRAL_NAMES
+    assert answer_format(template, tools=True, reasoning=False) == AnswerFormat(expected, names_first=names_first)
     assert answer_format(template, tools=False, reasoning=False) == AnswerFormat()
 
 
