@@ -18,7 +18,7 @@ CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
-.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu check-tensorrt smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
+.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu check-tensorrt check-serving check-deploy soak smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
   typed-tree clean
 
 # pip would compile all of torch, of which a build imports a fifth; Python keeps what it compiles at the first import.
@@ -100,7 +100,7 @@ kernels-cpu: install-dev
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 test: install-dev kernels-cpu
-	$(PYTEST) -m 'not gpu' $(ARGS)
+	$(PYTEST) -m 'not gpu and not deploy' $(ARGS)
 
 test-fast: install-dev kernels-cpu
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
@@ -112,6 +112,29 @@ check-tensorrt: install-dev
 	$(BIN)/redraft build tiny -o build/check/plugin --precision fp16 --drafter all --skip-check --eval-text none \
 	  --drafter dm=random,method=draft_model,draft_vocabulary=512
 	$(BIN)/python -m tests.engines.tensorrt.real_parser --build --table docs/tensorrt.md build/check/rtx-* build/check/plugin
+
+# A server of BUNDLE against real clients, each in an environment of its own (build/clients, 1.6 GB), schemathesis among
+# them, then against a load of SOAK minutes; and its page in Chromium, which must be there. The embedded model gets a chat template with tools.
+BUNDLE ?= build/engines/tiny
+SOAK ?= 0.5
+check-serving: install-dev
+	@command -v chromium >/dev/null || { echo "make check-serving needs Chromium: apt-get install chromium" >&2; exit 2; }
+	@$(INSTALL) '.[browser]'
+ifeq ($(BUNDLE),build/engines/tiny)
+	$(BIN)/redraft build tiny -o $(BUNDLE)
+endif
+	$(BIN)/python -m tests.clients.run --engines $(BUNDLE) $(CLIENTS) \
+	  $(if $(filter build/engines/tiny,$(BUNDLE)),--chat-template tests/clients/tools.jinja)
+	$(MAKE) soak BUNDLE=$(BUNDLE) MINUTES=$(SOAK)
+	$(BIN)/python -m pytest -m browser tests/runtime/server
+
+# Mixed load on a server of BUNDLE for some minutes: its texts, errors, memory and slots.
+MINUTES ?= 10
+soak: install-dev
+ifeq ($(BUNDLE),build/engines/tiny)
+	$(BIN)/redraft build tiny -o $(BUNDLE)
+endif
+	$(BIN)/python -m redraft.bench.soak --engines $(BUNDLE) --minutes $(MINUTES)
 
 # Runs tests on a GPU, then writes a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints the reason of
 # each skipped test. A JSON names missing parts and failures, and measuring continues with the next one. Failed tests and wrong
@@ -137,10 +160,20 @@ test-gpu: plugins
 	  --backend onnxruntime --disk-gib 4 || touch $(FAILED)
 	@test ! -e $(FAILED) || { echo "make test-gpu: a test or a result above is wrong" >&2; exit 1; }
 
+# The commands of the CPU image, and, in an environment of their own, the Helm chart and Triton's configuration by Helm, the
+# schemas of Kubernetes and Triton's protocol.
+DEPLOY := build/check/deploy
+check-deploy: install-dev
+	$(BIN)/python -m pytest -m deploy tests/deploy
+	@test -x $(DEPLOY)/bin/python || $(PYTHON) -m venv $(DEPLOY)
+	@$(DEPLOY)/bin/python -m pip install --quiet --requirement tests/deploy/requirements.txt
+	$(DEPLOY)/bin/python -m pytest --noconftest tests/deploy/check_deploy.py
+
 lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/vulture
+	$(BIN)/hadolint deploy/Dockerfile deploy/Dockerfile.cuda
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE))
 
 format: install-dev
