@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ("*.md", "docs/**/*.md", "plugins/*.md")
+PAGES = ("*.md", "docs/**/*.md", "plugins/*.md", "examples/*.md")
 EXAMPLES = ("README.md", "docs/embedding.md", "docs/sampling.md")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
