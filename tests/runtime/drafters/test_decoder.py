@@ -44,7 +44,7 @@ WIDE = SpeculationParams("wide", budget=Budget(9, 4, 3))
 
 @pytest.mark.parametrize(("slots", "device"), [(1, None), (2, None), (1, "cpu"), (2, "cpu")])
 def test_texts_are_the_verifiers(folder: Path, slots: int, device: str | None) -> None:
-    """Fixed budgets draft in every text. The adaptive controller may find, in a batch, that drafts do not pay."""
+    """Fixed budgets draft in every text. Adaptive ones may not, where other requests can share their calls."""
     with opened(folder, slots, device) as runtime:
         for temperature, ways in ((0.0, (chains("narrow", 6), WIDE)), (1.0, (chains("wide", 6), WIDE, "ngram+narrow"))):
             params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=temperature, seed=4)
@@ -53,7 +53,7 @@ def test_texts_are_the_verifiers(folder: Path, slots: int, device: str | None) -
                 found = runtime.generate([*PROMPTS, LONG], params, way)
                 assert [text.token_ids for text in found] == plain
                 drafted = [text.metrics.num_draft_tokens for text in found]
-                assert any(drafted) if way == "ngram+narrow" else all(drafted)
+                assert all(drafted) or (way == "ngram+narrow" and (slots > 1 or any(drafted)))
 
 
 @pytest.mark.parametrize("slots", [1, 2])
