@@ -201,8 +201,8 @@ class AllowedToolChoice(Fields):
     allowed_tools: AllowedTools
 
 
-def _kind_of_choice(choice: object) -> str:
-    """Return the type that a `tool_choice` is meant to have."""
+def kind_of_choice(choice: object) -> str:
+    """Return the tag of a `tool_choice`. Errors leave it out, since it begins with a capital letter."""
     if not isinstance(choice, dict):
         return "Word"
     return "AllowedToolChoice" if choice.get("type") == "allowed_tools" else "NamedTool"
@@ -212,7 +212,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Word")]
     | Annotated[NamedTool, Tag("NamedTool")]
     | Annotated[AllowedToolChoice, Tag("AllowedToolChoice")],
-    Discriminator(_kind_of_choice),
+    Discriminator(kind_of_choice),
 ]
 
 

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from redraft.errors import UsageError
-from redraft.runtime.server.fields import Fields, Many, No, StopText, StopTexts
+from redraft.runtime.server.fields import Fields, Many, No, StopText, StopTexts, kind_of_choice
 from redraft.runtime.server.messages import call_arguments
 from redraft.runtime.server.translation import TranslatedRequest
 
@@ -147,18 +147,11 @@ class AllowedTools(Fields):
     tools: Many[ChosenTool]
 
 
-def _kind_of_choice(choice: object) -> str:
-    """Return the tag of a choice, as `_kind_of_item` does."""
-    if not isinstance(choice, dict):
-        return "Word"
-    return "AllowedTools" if choice.get("type") == "allowed_tools" else "ChosenTool"
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Word")]
-    | Annotated[ChosenTool, Tag("ChosenTool")]
-    | Annotated[AllowedTools, Tag("AllowedTools")],
-    Discriminator(_kind_of_choice),
+    | Annotated[ChosenTool, Tag("NamedTool")]
+    | Annotated[AllowedTools, Tag("AllowedToolChoice")],
+    Discriminator(kind_of_choice),
 ]
 
 
