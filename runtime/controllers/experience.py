@@ -106,7 +106,8 @@ class Account:
 
     Tokens and time of whole steps are measured, and compared with measured plain steps. If the balance is used up,
     steps are plain, and each earns a small premium until speculation can be tried again. So where estimates are wrong,
-    too, speculation loses little more than the premium. Speculation that gains is audited: now and then a step is
+    too, speculation loses little more than the premium. Nothing is counted before the first plain step, which is the
+    second at the latest, since estimates may be far off. Speculation that gains is audited: now and then a step is
     plain, since the machine's load changes, less often the longer the account is at least half full. A speculative step
     has to gain a small margin, since noise would otherwise keep steps that gain nothing.
 
@@ -125,7 +126,7 @@ class Account:
     @property
     def closed(self) -> bool:
         """True if the next step has to be a plain one."""
-        return self.balance <= 0 or self.speculated >= self.audit
+        return self.balance <= 0 or self.speculated >= (self.audit if self.plain_steps else 1)
 
     def audited(self, ms: float, estimate_ms: float) -> None:
         """Learn the time of a plain step, and add its premium."""
@@ -148,7 +149,8 @@ class Account:
         plain_ms = self.plain * estimate_ms
         usual_ms = max(self.speculative_ms.ms or 0.0, plain_ms + added_ms)
         self.speculative_ms.add(ms)
-        self._add(tokens - (min(ms, _OUTLIER * usual_ms) + catch_up_ms) / plain_ms - _MARGIN)
+        if self.plain_steps:
+            self._add(tokens - (min(ms, _OUTLIER * usual_ms) + catch_up_ms) / plain_ms - _MARGIN)
 
     def _add(self, plain_steps: float) -> None:
         self.balance = min(max(self.balance + plain_steps, -_MOST_OWED), _MOST_SAVED)

@@ -268,8 +268,18 @@ def test_a_new_size_of_batches_begins_with_the_balance_of_the_nearest_but_withou
     assert account(6).balance == 1.0
 
 
+def test_a_slow_first_step_costs_nothing_since_no_plain_step_says_what_is_usual() -> None:
+    account = Account()
+    account.speculative(20.0, 1.0, estimate_ms=10.0, added_ms=0.0)
+    assert account.closed
+    account.audited(20.0, 10.0)
+    assert not account.closed
+    account.speculative(20.0, 1.5, estimate_ms=10.0, added_ms=0.0)
+    assert account.balance > 1.4
+
+
 def test_an_account_is_audited_often_until_it_is_half_full() -> None:
-    account, audits = Account(), []
+    account, audits = Account(plain_steps=1), []
     while len(audits) < 6:
         speculated = 0
         while not account.closed:
@@ -287,7 +297,7 @@ def test_an_account_is_audited_often_until_it_is_half_full() -> None:
 
 
 def test_steps_that_gain_less_than_the_margin_use_the_account_up() -> None:
-    account, steps = Account(), 0
+    account, steps = Account(plain_steps=1), 0
     while account.balance > 0:
         account.speculative(10.0, 1.0, estimate_ms=10.0, added_ms=0.0)
         steps += 1
@@ -295,7 +305,7 @@ def test_steps_that_gain_less_than_the_margin_use_the_account_up() -> None:
 
 
 def test_an_account_pays_for_steps_whose_estimates_are_far_too_low() -> None:
-    account, steps = Account(), 0
+    account, steps = Account(plain_steps=1), 0
     while not account.closed:
         account.speculative(50.0, 3.0, estimate_ms=10.0, added_ms=2.0)
         steps += 1
@@ -304,7 +314,7 @@ def test_an_account_pays_for_steps_whose_estimates_are_far_too_low() -> None:
 
 def test_an_account_takes_steps_that_took_no_time() -> None:
     """A coarse clock, or a device that nobody waited for."""
-    account = Account()
+    account = Account(plain_steps=1)
     account.audited(0.0, 10.0)
     account.speculative(0.0, 1.0, estimate_ms=10.0, added_ms=1.0)
     assert not account.closed
@@ -378,6 +388,7 @@ def test_an_account_pays_for_rows_that_waited() -> None:
     balances = []
     for caught_up_ms in (0.0, 10.8):
         batch = Offered.of(requests, waiting_offers(1, 1))
+        controller._methods.account(batch).plain_steps = 1
         controller.plan(batch)
         for step in batch.steps:
             step.outcome = outcome(step.tree, 0)  # type: ignore[arg-type]
