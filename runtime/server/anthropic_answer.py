@@ -57,8 +57,7 @@ class MessageRendering:
         self._events: list[Event] = []  # that have not been returned
         self._begun = False
         self._blocks: list[Json] = []
-        self._open: Json | None = None  # the last block, until it is done
-        self._text = ""  # of the open block
+        self._text = ""  # of the last block
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
     def begin(self) -> list[Event]:
@@ -142,37 +141,36 @@ class MessageRendering:
         }
 
     def _add(self, part: Part) -> None:
-        """Add a part to the open block, or to a new one."""
+        """Add a part to the last block, or to a new one."""
         if isinstance(part, ToolCall):
             self._begin({"type": "tool_use", "id": self._reader.call_id(part.index), "name": part.name, "input": {}})
             return
         if not isinstance(part, ToolArguments):
             kind = "text" if isinstance(part, Content) else "thinking"
-            if self._open is None or self._open["type"] != kind:
+            if not self._blocks or self._blocks[-1]["type"] != kind:
                 more = {"citations": None} if kind == "text" else {"signature": ""}
                 self._begin({"type": kind, kind: "", **more})
-        assert self._open is not None
         self._text += part.text
-        delta, name = _DELTAS[self._open["type"]]
+        delta, name = _DELTAS[self._blocks[-1]["type"]]
         self._tell_block("content_block_delta", delta={"type": delta, name: part.text})
 
     def _begin(self, block: Json) -> None:
         """Begin a block, after the end of the last one."""
         self._done()
-        self._open = block
         self._blocks.append(block)
         self._tell_block("content_block_start", content_block=dict(block))
 
     def _done(self) -> None:
-        """End the open block, if there is one."""
-        if self._open is None:
+        """End the last block, if there is one."""
+        if not self._blocks:
             return
-        if self._open["type"] == "tool_use":
-            self._open["input"] = _input(self._text)
+        block = self._blocks[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _input(self._text)
         else:
-            self._open[self._open["type"]] = self._text
+            block[block["type"]] = self._text
         self._tell_block("content_block_stop")
-        self._open, self._text = None, ""
+        self._text = ""
 
     def _tell_block(self, name: str, **values: Any) -> None:
         self._tell(name, index=len(self._blocks) - 1, **values)

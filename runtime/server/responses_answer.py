@@ -39,9 +39,8 @@ class ResponseRendering:
         self._events: list[Event] = []  # that have not been returned
         self._number = 0  # of events so far
         self._items: list[Json] = []
-        self._open: Json | None = None  # the last item, until it is done
-        self._text = ""  # of the open item
-        self._logprobs: list[Json] = []  # of the open item
+        self._text = ""  # of the last item
+        self._logprobs: list[Json] = []  # of the last item
         self._given = 0  # tokens whose log probabilities have been written
         self._status = "in_progress"
         self._error: Json | None = None
@@ -92,7 +91,7 @@ class ResponseRendering:
         }
 
     def _add(self, part: Part) -> None:
-        """Add a part to the open item, or to a new one."""
+        """Add a part to the last item, or to a new one."""
         if isinstance(part, ToolCall):
             call_id = self._reader.call_id(part.index)
             self._begin("function_call", arguments="", call_id=call_id, name=part.name)
@@ -100,43 +99,42 @@ class ResponseRendering:
             self._write(part.text)
         else:
             kind = "message" if isinstance(part, Content) else "reasoning"
-            if self._open is None or self._open["type"] != kind:
+            if not self._items or self._items[-1]["type"] != kind:
                 more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
                 self._begin(kind, **more, content=[])
             self._write(part.text)
 
     def _begin(self, kind: str, **values: Any) -> None:
         """Begin an item, after the end of the last one."""
-        self._done("completed")
+        if self._items:
+            self._done("completed")
         item_id = f"{_PREFIXES[kind]}_{self._reader.item_id(f'item {len(self._items)}')[:32]}"
-        self._open = {"id": item_id, "type": kind, "status": "in_progress", **values}
-        self._items.append(self._open)
-        self._tell("response.output_item.added", output_index=len(self._items) - 1, item=dict(self._open))
+        self._items.append({"id": item_id, "type": kind, "status": "in_progress", **values})
+        self._tell("response.output_item.added", output_index=len(self._items) - 1, item=dict(self._items[-1]))
         if kind != "function_call":
             self._tell_item("response.content_part.added", part=self._part("", []))
 
     def _write(self, text: str) -> None:
-        """Add text to the open item."""
+        """Add text to the last item."""
         self._text += text
         self._tell_text("delta", delta=text, logprobs=self._new_logprobs())
 
     def _done(self, status: str) -> None:
-        """End the open item, if there is one."""
-        if self._open is None:
-            return
-        if self._open["type"] == "message" and (left := self._new_logprobs()):
+        """End the last item."""
+        item = self._items[-1]
+        if left := self._new_logprobs():
             self._tell_text("delta", delta="", logprobs=left)
-        if self._open["type"] == "function_call":
-            self._open["arguments"] = self._text
+        if item["type"] == "function_call":
+            item["arguments"] = self._text
             self._tell_text("done", arguments=self._text)
         else:
             part = self._part(self._text, self._logprobs)
-            self._open["content"] = [part]
+            item["content"] = [part]
             self._tell_text("done", text=self._text, logprobs=self._logprobs)
             self._tell_item("response.content_part.done", part=part)
-        self._open["status"] = status
-        self._tell("response.output_item.done", output_index=len(self._items) - 1, item=dict(self._open))
-        self._open, self._text, self._logprobs = None, "", []
+        item["status"] = status
+        self._tell("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
+        self._text, self._logprobs = "", []
 
     def _end(self, status: str) -> None:
         """End the answer, which has an item at least."""
@@ -146,9 +144,9 @@ class ResponseRendering:
         self._status = status
 
     def _new_logprobs(self) -> list[Json]:
-        """Return the log probabilities of the open message's tokens that have come since the last call."""
+        """Return the log probabilities of a message's tokens that have come since the last call."""
         logprobs = self._reader.logprobs
-        if not logprobs.given or self._open is None or self._open["type"] != "message":
+        if not logprobs.given or self._items[-1]["type"] != "message":
             return []
         skipped = self._reader.reasoning_tokens(self._service.runtime.tokenizer) or 0
         new: list[TokenLogprobs] = logprobs.all[max(self._given, skipped) :]
@@ -158,25 +156,23 @@ class ResponseRendering:
         return found
 
     def _part(self, text: str, logprobs: list[Json]) -> Json:
-        """Return the part with the open item's text."""
-        assert self._open is not None
-        if self._open["type"] == "reasoning":
+        """Return the part with the last item's text."""
+        if self._items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _tell_text(self, what: str, **values: Any) -> None:
-        """Add an event of the open item's text."""
-        assert self._open is not None
-        kind = self._open["type"]
+        """Add an event of the last item's text."""
+        kind = self._items[-1]["type"]
         if kind != "message":
             values.pop("logprobs", None)
         self._tell_item(f"response.{_FIELDS[kind]}.{what}", **values)
 
     def _tell_item(self, name: str, **values: Any) -> None:
-        """Add an event of the open item."""
-        assert self._open is not None
-        place = {} if self._open["type"] == "function_call" else {"content_index": 0}
-        self._tell(name, item_id=self._open["id"], output_index=len(self._items) - 1, **place, **values)
+        """Add an event of the last item."""
+        item = self._items[-1]
+        place = {} if item["type"] == "function_call" else {"content_index": 0}
+        self._tell(name, item_id=item["id"], output_index=len(self._items) - 1, **place, **values)
 
     def _tell(self, name: str, **values: Any) -> None:
         self._events.append(Event({"type": name, "sequence_number": self._number, **values}, name))
