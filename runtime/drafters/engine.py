@@ -156,7 +156,15 @@ def _placed(device: Device, table: Array) -> Buffer:
 
 
 class FeatureBuffers(EngineDrafter):
-    """A drafter with buffers of the verifier's hidden states."""
+    """A drafter with buffers of the verifier's hidden states. It attaches itself to the verifier."""
+
+    @abstractmethod
+    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
+        """See `redraft.runtime.steps.verifier.FeatureReader.pending`."""
+
+    def close(self) -> None:
+        super().close()
+        self.verifier.detach(self)
 
     @cached_property
     def _hidden_states(self) -> tuple[str, ...]:

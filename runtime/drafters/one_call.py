@@ -60,14 +60,6 @@ class OneCallDrafter(FeatureBuffers):
         if device.asynchronous:
             self._warm()
 
-    @abstractmethod
-    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
-        """See `redraft.runtime.steps.verifier.FeatureReader.pending`."""
-
-    def close(self) -> None:
-        super().close()
-        self.verifier.detach(self)
-
     def begin(self, seq: Request) -> None:
         seq.drafting[self] = Drafting(used=self.shape.steps)
 

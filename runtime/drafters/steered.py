@@ -52,10 +52,6 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
         self.verifier.attach(self)
         super()._open()
 
-    def close(self) -> None:
-        super().close()
-        self.verifier.detach(self)
-
     def begin(self, seq: Request) -> None:
         """Create the state of `seq`."""
         seq.drafting[self] = SteeredDrafting()
