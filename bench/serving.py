@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,41 +33,13 @@ from redraft.bench.http_load import Answered, Driver, timing
 from redraft.bench.load import Traffic, in_blocks, requests_of_blocks, spread, times_ms
 from redraft.bench.prompts import load_prompts
 from redraft.bench.statistics import Timing, rate_of, speedup
-from redraft.errors import BackendError, UsageError
-from redraft.runtime import Runtime, SamplingParams
-from redraft.runtime.server.app import create_app
-from redraft.runtime.server.process import DrainingServer, bound_socket
+from redraft.errors import UsageError
+from redraft.runtime import Runtime
+from redraft.runtime.server.process import serve_in_thread
 from redraft.runtime.server.settings import ServerSettings
 
 MODEL = "served"
 IN_PROCESS, OVER_HTTP = "in process", "http"
-_START_SECONDS = 60
-
-
-@contextmanager
-def serving_thread(runtime: Runtime) -> Iterator[tuple[str, SamplingParams]]:
-    """Serve a runtime from a thread of this process, as `redraft serve` does.
-
-    Yields the URL, and the sampling parameters of requests that give none.
-    """
-    settings, urls, ready = ServerSettings(MODEL, port=0), list[str](), threading.Event()
-
-    def started(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    with bound_socket(settings) as sock:
-        app = create_app(runtime, settings)
-        server = DrainingServer(app, settings, started)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            if not ready.wait(_START_SECONDS):
-                raise BackendError("the server did not start")
-            yield urls[0], app.state.service.defaults
-        finally:
-            server.handle_exit(signal.SIGTERM, None)
-            thread.join()
 
 
 def measure(
@@ -83,8 +52,8 @@ def measure(
          "speculative_config": {"method": method}}
         for ids, limit in zip(prompts, limits, strict=True)
     ]  # fmt: skip
-    with serving_thread(runtime) as (url, defaults):
-        settings = Settings(replace(defaults, max_tokens=max_new_tokens, temperature=0, ignore_eos=True))
+    with serve_in_thread(runtime, ServerSettings(MODEL, port=0)) as (url, server):
+        settings = Settings(replace(server.service.defaults, max_tokens=max_new_tokens, temperature=0, ignore_eos=True))
         quiet = driver.run(url, _salted(bodies), 1)
         timings: dict[str, list[Timing]] = {IN_PROCESS: [], OVER_HTTP: []}
         loaded: list[tuple[int, Answered]] = []

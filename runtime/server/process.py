@@ -1,4 +1,4 @@
-"""A server as a process: uvicorn, which a signal drains before it ends."""
+"""A server as a process, or in a thread of one: uvicorn, which a signal drains before it ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from redraft.errors import UsageError
+from redraft.errors import BackendError, UsageError
+from redraft.runtime.api import Runtime
+from redraft.runtime.server.app import create_app
 from redraft.runtime.server.errors import ApiError
 from redraft.runtime.server.reloading import DrafterReload
 from redraft.runtime.server.service import Service
@@ -24,6 +27,7 @@ MOST_HEADER_BYTES = 64 << 10
 """Bytes of a request before its body."""
 _CLOSING_SECONDS = 5
 """Time for answers to leave after their requests have ended."""
+_START_SECONDS = 60
 
 
 def bound_socket(settings: ServerSettings) -> socket.socket:
@@ -121,3 +125,28 @@ class DrainingServer(uvicorn.Server):
             if not self.service.open_answers or late > _CLOSING_SECONDS:
                 self.should_exit = True
         return await super().on_tick(counter)
+
+
+@contextmanager
+def serve_in_thread(runtime: Runtime, settings: ServerSettings) -> Iterator[tuple[str, DrainingServer]]:
+    """Serve a runtime from a thread of this process. Yields the URL and the server, which is drained at the end.
+
+    Raises UsageError as `bound_socket` does, and BackendError if the server does not start.
+    """
+    urls, ready = list[str](), threading.Event()
+
+    def started(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    with bound_socket(settings) as sock:
+        server = DrainingServer(create_app(runtime, settings), settings, started)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            if not ready.wait(_START_SECONDS):
+                raise BackendError("the server did not start")
+            yield urls[0], server
+        finally:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join()

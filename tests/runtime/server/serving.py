@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx2 as httpx
@@ -16,7 +15,7 @@ from starlette.testclient import TestClient
 from redraft.runtime import Runtime
 from redraft.runtime.controllers.cost import VerifyCosts
 from redraft.runtime.server.app import create_app
-from redraft.runtime.server.process import DrainingServer, bound_socket
+from redraft.runtime.server.process import DrainingServer, serve_in_thread
 from redraft.runtime.server.settings import ServerSettings
 from tests.runtime.fakes import CURVE, EOS, FakeEngine, Rule, byte_text, fake_verifier, mixing_rule
 
@@ -60,28 +59,9 @@ def client_of(runtime: Runtime, **settings: Any) -> TestClient:
     return TestClient(app, "http://localhost", raise_server_exceptions=False)
 
 
-@contextmanager
-def listening(runtime: Runtime, **settings: Any) -> Iterator[tuple[str, DrainingServer]]:
-    """Run a server in a thread of its own. Yields its URL; it is drained at the end."""
-    chosen = ServerSettings("toy", port=0, **settings)
-    urls: list[str] = []
-    ready = threading.Event()
-
-    def started(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    with bound_socket(chosen) as sock:
-        server = DrainingServer(create_app(runtime, chosen), chosen, started)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            assert ready.wait(WAIT)
-            yield urls[0], server
-        finally:
-            server.handle_exit(signal.SIGTERM, None)
-            thread.join(WAIT)
-            assert not thread.is_alive()
+def listening(runtime: Runtime, **settings: Any) -> AbstractContextManager[tuple[str, DrainingServer]]:
+    """Run a server in a thread of its own. Gives its URL and itself; it is drained at the end."""
+    return serve_in_thread(runtime, ServerSettings("toy", port=0, **settings))
 
 
 def ask(client: TestClient, **fields: Any) -> httpx.Response:

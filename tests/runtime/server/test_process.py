@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from redraft.errors import UsageError
+from redraft.runtime.server import process
 from redraft.runtime.server.process import MOST_HEADER_BYTES, bound_socket
 from redraft.runtime.server.settings import ServerSettings
 from tests.runtime.fakes import EOS, script
-from tests.runtime.server import serving
 from tests.runtime.server.serving import HERMES, USER, WAIT, Gate, error_of, listening, toy, wait_until
 
 CALL = '<think>why</think><tool_call>{"name": "f", "arguments": {"x": 5}}</tool_call>'
@@ -125,7 +125,7 @@ def test_a_slow_reader_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
         return sock
 
-    monkeypatch.setattr(serving, "bound_socket", small_buffers)
+    monkeypatch.setattr(process, "bound_socket", small_buffers)
     with toy() as runtime, listening(runtime) as (url, server), socket.socket() as slow:
         slow.settimeout(WAIT)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
