@@ -24,7 +24,7 @@ from redraft.runtime.server.batch import batch_routes
 from redraft.runtime.server.document import complete
 from redraft.runtime.server.errors import ApiError, api_error, unavailable
 from redraft.runtime.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, Fields, TokenizeRequest
-from redraft.runtime.server.http import HostCheck, KeyCheck, OpenAnswers
+from redraft.runtime.server.http import HostCheck, KeyCheck
 from redraft.runtime.server.metrics import CONTENT_TYPE, ServerMetrics
 from redraft.runtime.server.page import page_routes
 from redraft.runtime.server.reloading import DrafterReload
@@ -69,7 +69,6 @@ def create_app(runtime: Runtime, settings: ServerSettings) -> FastAPI:
     if settings.reload_drafter:
         app.state.reload = DrafterReload(service)
         app.include_router(app.state.reload.routes(), dependencies=with_key)
-    app.add_middleware(OpenAnswers, service=service)
     if settings.allow_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["*"], allow_headers=["*"],

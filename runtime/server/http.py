@@ -1,4 +1,4 @@
-"""Around the endpoints: limits of bodies, names of the server, API keys, and the count of answers that are open."""
+"""Around the endpoints: limits of bodies, names of the server, and API keys."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import ipaddress
 import re
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redraft.runtime.server.errors import ApiError
-from redraft.runtime.server.service import Service
 from redraft.runtime.server.settings import ServerSettings
 
 _JSON = "application/json"
@@ -100,21 +98,3 @@ class KeyCheck:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-class OpenAnswers:
-    """Middleware that counts the requests whose answers have not been sent whole."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        self._service.open_answers += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._service.open_answers -= 1

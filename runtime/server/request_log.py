@@ -1,4 +1,4 @@
-"""Middleware that gives each HTTP request an id, and writes one line of the log and one span when it has ended."""
+"""Middleware that gives each HTTP request an id, counts it, and writes one line of the log and one span at its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import time
 from typing import Any
 
-from opentelemetry.context import Context
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redraft.runtime.server.logs import FIELDS
@@ -29,7 +28,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record, parent = begin_record(scope), self._spans.begin()
+        record = begin_record(scope)
+        self._service.open_answers += 1
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -44,11 +44,12 @@ class RequestLog:
             record.status, record.error = 500, "internal_error"
             raise
         finally:
-            self._ended(record, parent)
+            self._service.open_answers -= 1
+            self._ended(record)
 
-    def _ended(self, record: RequestRecord, parent: Context) -> None:
+    def _ended(self, record: RequestRecord) -> None:
         seconds, figures = time.perf_counter() - record.started, record.figures()
-        trace = self._spans.write(parent, record, figures)
+        trace = self._spans.write(record, figures)
         level = logging.INFO if record.verb == "POST" else logging.DEBUG
         level = logging.WARNING if (record.status or 0) >= 500 else level
         if not _LOG.isEnabledFor(level):

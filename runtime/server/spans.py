@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry import context, trace
-from opentelemetry.context import Context
+from opentelemetry import trace
 from opentelemetry.trace import StatusCode, format_trace_id
 
 from redraft import __version__
@@ -43,20 +42,16 @@ class SpanWriter:
         self._tracer = trace.get_tracer("redraft", __version__)
         self._model = model
 
-    def begin(self) -> Context:
-        """Return what the span of a request that begins now belongs to."""
-        return context.get_current()
-
-    def write(self, parent: Context, record: RequestRecord, figures: Mapping[str, Any]) -> str | None:
+    def write(self, record: RequestRecord, figures: Mapping[str, Any]) -> str | None:
         """Write the span of a request, and return its trace id; None if there is no span, or nobody records it.
 
-        parent: of `begin`.   figures: those of the record.
+        figures: those of the record.   The parent is the span of this task, FastAPI's.
         """
         operation = _OPERATIONS.get(record.path) if record.verb == "POST" else None
         if operation is None:
             return None
         span = self._tracer.start_span(
-            f"{operation} {self._model}", parent, attributes=self._attributes(operation, record, figures),
+            f"{operation} {self._model}", attributes=self._attributes(operation, record, figures),
             start_time=record.started_ns,
         )  # fmt: skip
         if (record.status or 0) >= 500:
