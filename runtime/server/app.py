@@ -173,9 +173,7 @@ def _handle_errors(app: FastAPI, service: Service, host_check: HostCheck) -> Non
 
 def _error(request: Request, error: ApiError) -> Response:
     """Return an error in the form of the API that the request uses."""
-    if not request.url.path.startswith(_MESSAGES):
-        return error.response()
-    return anthropic_response(error)
+    return anthropic_response(error) if request.url.path.startswith(_MESSAGES) else error.response()
 
 
 def _takes(model: type[Fields]) -> dict[str, Any]:

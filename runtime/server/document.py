@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from redraft.runtime.server.anthropic_answer import OVERLOADED
+from redraft.runtime.server.rendering import Json
 from redraft.runtime.server.settings import ServerSettings
 
-Json = dict[str, Any]
 _SCHEMAS, _JSON, _EVENTS = "#/components/schemas/", "application/json", "text/event-stream"
 _TEXT: Json = {"type": "string"}
 _COUNT: Json = {"type": "integer", "minimum": 0}

@@ -8,9 +8,7 @@ from pathlib import Path
 from redraft.errors import UsageError
 from redraft.files import read_text
 
-_AT_LEAST = {
-    "port": 0, "max_body_bytes": 1, "max_prompt_tokens": 1, "max_queued_tokens": 0,
-}  # fmt: skip
+_AT_LEAST = {"port": 0, "max_body_bytes": 1, "max_prompt_tokens": 1, "max_queued_tokens": 0}
 _SECONDS = ("body_timeout", "request_timeout", "first_token_timeout", "progress_timeout", "drain_timeout")
 
 
