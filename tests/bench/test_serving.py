@@ -83,24 +83,10 @@ def test_only_servers_of_redraft_get_salts(runtime: Runtime, monkeypatch: pytest
     driver = InThread()
     with listening(runtime) as (url, _):
         found = measure_url(url, "toy", ["abc", "bcd", "cde", "d", "ed", "fed"], 6, 2, driver)
-    assert found["cache_salt"] == is_ours
+    assert (found["cache_salt"], found["changed"]) == (is_ours, 0)
+    assert found["tokens_per_second"] > 0
     assert len(set(driver.salts)) == (len(driver.salts) if is_ours else 1)
     assert (None in driver.salts) != is_ours
-
-
-def test_texts_that_change_under_load_are_counted(runtime: Runtime) -> None:
-    with listening(runtime) as (url, _):
-
-        class Changing(InThread):
-            def run(self, url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> list[Answered]:
-                found = super().run(url, bodies, clients)
-                if clients > 1:
-                    found[0].text += "!"
-                return found
-
-        found = measure_url(url, "toy", ["abc", "bcd", "cde", "d", "ed", "fed"], 6, 2, Changing())
-    assert found["changed"] == pytest.approx(1 / 6)
-    assert found["tokens_per_second"] > 0
 
 
 def test_gaps_are_between_events_of_one_stream() -> None:
