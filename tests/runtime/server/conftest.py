@@ -29,6 +29,13 @@ def client(runtime: Runtime) -> TestClient:
     return client_of(runtime)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[TestClient]:
+    """A client of one server for all tests of a file."""
+    with toy() as found:
+        yield client_of(found)
+
+
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as found:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from redraft.runtime import Runtime
-from redraft.runtime.server.anthropic_fields import CountTokensRequest, MessagesRequest
+from redraft.runtime.server.anthropic_answer import anthropic_error
+from redraft.runtime.server.anthropic_fields import MessagesRequest
 from redraft.runtime.server.anthropic_request import chat_of_messages
 from redraft.runtime.server.app import create_app
+from redraft.runtime.server.errors import ApiError
 from redraft.runtime.server.fields import parse
 from redraft.runtime.server.settings import ServerSettings
 from tests.runtime.fakes import EOS, NO_NUMBERS, mixing_rule, script
-from tests.runtime.server.serving import HERMES, TEMPLATE, USER, WAIT, Gate, client_of, named_events, toy
+from tests.runtime.server.serving import HERMES, TEMPLATE, USER, client_of, named_events, toy
 
 PATH = "/v1/messages"
 FIXED = {"num_speculative_tokens": 3, "controller": "fixed"}
@@ -31,19 +31,19 @@ CALLING = f"{PROMPT}<tool_call>1</tool_call><think></think>"
 SWITCH = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 
 
-@pytest.fixture(scope="module")
-def refusing() -> Iterator[TestClient]:
-    """A server for requests that reach no step."""
-    with toy() as runtime:
-        yield client_of(runtime)
-
-
 def ask(client: TestClient, **fields: Any) -> Any:
     return client.post(PATH, json={"model": "toy", "messages": [USER], "max_tokens": 30, **fields})
 
 
 def chat(client: TestClient, **fields: Any) -> Any:
     return client.post("/v1/chat/completions", json={"model": "toy", "messages": [USER], "max_tokens": 30, **fields})
+
+
+def chat_of(messages: Any, **fields: Any) -> dict[str, Any]:
+    """Return the fields of the chat that a request becomes."""
+    body = json.dumps({"model": "m", "max_tokens": 5, "messages": messages, **fields}).encode()
+    chat = chat_of_messages(parse(MessagesRequest, body, False), "").chat(False)
+    return chat.model_dump(exclude_none=True, warnings=False)  # tags are read from bodies
 
 
 def error_of(response: Any, status: int) -> dict[str, str]:
@@ -205,9 +205,6 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
             {"type": "tool_result", "tool_use_id": "c4", "content": [{"type": "text", "text": "no"}], "is_error": True},
         ]},
     ]  # fmt: skip
-    body = {"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "s"}], "messages": blocks}
-    asked = parse(MessagesRequest, json.dumps(body).encode(), False)
-    messages = [one.model_dump(exclude_none=True) for one in chat_of_messages(asked, "").chat(False).messages]
 
     def calls(*given: tuple[str, str]) -> list[dict[str, Any]]:
         return [
@@ -218,7 +215,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     def parts(*given: str) -> list[dict[str, str]]:
         return [{"type": "text", "text": text} for text in given]
 
-    assert messages == [
+    assert chat_of(blocks, system=[{"type": "text", "text": "s"}])["messages"] == [
         {"role": "system", "content": parts("s")},
         {"role": "user", "content": parts("a", "b")},
         {
@@ -241,69 +238,8 @@ def test_an_answer_can_be_sent_back() -> None:
         (choice,) = chat(client, tools=[CHAT_TOOL], max_tokens=150).json()["choices"]
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": given["content"][2]["id"]}]}
     messages = [USER, {"role": "assistant", "content": given["content"]}, result]
-    asked = parse(MessagesRequest, json.dumps({"model": "m", "max_tokens": 5, "messages": messages}).encode(), False)
-    found = chat_of_messages(asked, "").chat(False).messages[1].model_dump(exclude_none=True)
+    found = chat_of(messages)["messages"][1]
     assert found == {name: value for name, value in choice["message"].items() if value is not None}
-
-
-@pytest.mark.parametrize("name", sorted(MessagesRequest.refused_fields))
-def test_fields_that_are_not_supported_are_refused_by_name(refusing: TestClient, name: str) -> None:
-    error = error_of(ask(refusing, **{name: "x"}), 400)
-    assert error == {"type": "invalid_request_error", "message": f"{name} is not supported by this server"}
-
-
-TEXT = {"type": "text", "text": "x"}
-RESULT = {"type": "tool_result", "tool_use_id": "c1"}
-LARGE = {"enum": ["a" * 66000]}
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{**USER, "content": []}]}, "messages.0.content"),
-        ({"messages": [{**USER, "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0.type"),
-        ({"messages": [{**USER, "content": [{"type": "document"}]}]}, "messages.0.content.0.type"),
-        ({"messages": [{**USER, "content": [{**TEXT, "citations": []}]}]}, "messages.0.content.0.citations"),
-        ({"messages": [{**USER, "content": [{"type": "thinking", "thinking": "x"}]}]}, "a message of the role user"),
-        ({"messages": [{**USER, "content": [RESULT]}]}, "messages.0.content.0.tool_call_id"),
-        (
-            {"messages": [{**USER, "content": [{**RESULT, "content": [{"type": "image"}]}]}]},
-            "messages.0.content.0.content.0.type",
-        ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [USER, {"role": "assistant", "content": "The"}]}, "messages.1: the beginning of an answer"),
-        ({"messages": [{**USER, "mood": 1}]}, "the field messages.0.mood"),
-        ({"messages": [{**USER, "content": "a" * 300}]}, "the prompt has 3"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
-        ({"stop_sequences": "a"}, "stop_sequences"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": LARGE}}}, "the JSON schema has"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
-        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading"),
-        ({"tools": [TOOL]}, "tools are not supported with this model"),
-        ({"tool_choice": {"type": "tool"}}, "a name goes with the type tool"),
-        ({"tool_choice": {"type": "auto", "name": "f"}}, "a name goes with the type tool"),
-        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "cache_control.ttl"),
-        ({"service_tier": "default"}, "service_tier"),
-        ({"metadata": {"user_id": "a", "mood": 1}}, "the field metadata.mood"),
-        ({"n": 2}, "the field n"),
-        ({"stop": "x"}, "the field stop"),
-        ({"temprature": 1}, "the field temprature"),
-    ],
-    ids=lambda value: json.dumps(value)[:60],
-)  # fmt: skip
-def test_wrong_values_are_refused_by_name(refusing: TestClient, fields: dict[str, Any], named: str) -> None:
-    error = error_of(ask(refusing, **fields), 400)
-    assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith(named)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +252,10 @@ def test_wrong_values_are_refused_by_name(refusing: TestClient, fields: dict[str
             {"tool_choice": {"type": "tool", "name": "f"}},
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         ),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, {"parallel_tool_calls": False}),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            {"tool_choice": "auto", "parallel_tool_calls": False},
+        ),
         (
             {"tools": [{**TOOL, "strict": True}]},
             {"tools": [{"type": "function", "function": {**CHAT_TOOL["function"], "strict": True}}]},  # type: ignore[dict-item]
@@ -325,16 +264,12 @@ def test_wrong_values_are_refused_by_name(refusing: TestClient, fields: dict[str
     ids=str,
 )
 def test_choices_of_tools_are_those_of_chats(fields: dict[str, Any], same: dict[str, Any]) -> None:
-    with toy(template=HERMES) as runtime:
-        client = client_of(runtime)
-        expected = chat(client, **{"tools": [CHAT_TOOL], "max_tokens": 5, **same})
-        given = ask(client, **{"tools": [TOOL], "max_tokens": 5, **fields})
-    assert given.status_code == expected.status_code
-    if given.status_code == 400:
-        assert error_of(given, 400)["message"].startswith(("tool_choice", "tools.0.strict"))
+    found = chat_of([USER], **{"tools": [TOOL], **fields})
+    names = ("tools", "tool_choice", "parallel_tool_calls")
+    assert {name: found[name] for name in names if name in found} == {"tools": [CHAT_TOOL], **same}
 
 
-def test_every_other_field_is_accepted(client: TestClient) -> None:
+def test_every_other_field_is_accepted(shared: TestClient) -> None:
     cached = {"type": "ephemeral", "ttl": "5m"}
     fields = {
         "system": "s", "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "seed": -1, "presence_penalty": 0.1,
@@ -344,7 +279,7 @@ def test_every_other_field_is_accepted(client: TestClient) -> None:
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}, "chat_template_kwargs": {"mood": "x"},
         "prediction": {"type": "content", "content": "abc"}, "max_tokens": 3, "output_config": {"format": None},
     }  # fmt: skip
-    assert whole(ask(client, **fields))["content"] == streamed(ask(client, stream=True, **fields))["content"]
+    assert whole(ask(shared, **fields))["content"] == streamed(ask(shared, stream=True, **fields))["content"]
 
 
 def test_unknown_fields_may_be_allowed(runtime: Runtime) -> None:
@@ -376,11 +311,6 @@ def test_tokens_are_counted_as_a_request_has_them() -> None:
         long = {**fields, "system": "s" * 5000}  # more than the context has
         counted = client.post(f"{PATH}/count_tokens", json=long).json()
         assert counted == {"input_tokens": used["input_tokens"] + 4999}
-        error = error_of(client.post(f"{PATH}/count_tokens", json={**fields, "max_tokens": 5}), 400)
-        assert error["message"] == "the field max_tokens is unknown"
-        for name in CountTokensRequest.refused_fields:
-            error = error_of(client.post(f"{PATH}/count_tokens", json={**fields, name: "x"}), 400)
-            assert error["message"].startswith(name)
 
 
 def test_errors_have_the_types_and_statuses_of_anthropics() -> None:
@@ -403,6 +333,8 @@ def test_errors_have_the_types_and_statuses_of_anthropics() -> None:
         assert error_of(ask(client), 403)["type"] == "permission_error"
     with toy(template=None) as runtime:
         assert error_of(ask(client_of(runtime)), 400)["message"].startswith("this model has no chat template")
+    for status, kind in ((429, "rate_limit_error"), (504, "timeout_error")):
+        assert anthropic_error(ApiError(status, "x"))["error"]["type"] == kind
 
 
 def test_a_server_that_takes_no_requests_is_overloaded() -> None:
@@ -414,19 +346,6 @@ def test_a_server_that_takes_no_requests_is_overloaded() -> None:
         assert error_of(refused, 529)["type"] == "overloaded_error"
         assert refused.headers["retry-after"] == "1"
         assert 'reason="shutting_down"} 1.0' in client.get("/metrics").text
-
-
-def test_a_full_queue_refuses_with_the_time_to_try_again() -> None:
-    gate = Gate(free=len(PROMPT))
-    with toy(gate, max_num_seqs=1, max_waiting=0) as runtime, ThreadPoolExecutor(1) as pool:
-        client = client_of(runtime)
-        running = pool.submit(ask, client, max_tokens=5)
-        assert gate.reached.wait(WAIT)
-        refused = ask(client)
-        assert error_of(refused, 429)["type"] == "rate_limit_error"
-        assert int(refused.headers["retry-after"]) >= 1
-        gate.opened.set()
-        assert running.result(WAIT).status_code == 200
 
 
 @pytest.mark.parametrize("after", [-1, 5])

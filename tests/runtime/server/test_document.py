@@ -45,32 +45,32 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", [*_OF_PATH])
-def test_answers_have_the_form_that_the_document_tells(client: TestClient, path: str) -> None:
-    operation = document_of(client)["paths"][path]["post" if path in BODIES else "get"]
+def test_answers_have_the_form_that_the_document_tells(shared: TestClient, path: str) -> None:
+    operation = document_of(shared)["paths"][path]["post" if path in BODIES else "get"]
     schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
-    answer = client.post(path, json=BODIES[path]) if path in BODIES else client.get(path.replace("{name}", "toy"))
+    answer = shared.post(path, json=BODIES[path]) if path in BODIES else shared.get(path.replace("{name}", "toy"))
     assert answer.status_code == 200
     check(answer.json(), schema)
 
 
 @pytest.mark.parametrize("path", [*BODIES])
-def test_a_field_that_the_document_forbids_is_refused(client: TestClient, path: str) -> None:
-    document = document_of(client)
+def test_a_field_that_the_document_forbids_is_refused(shared: TestClient, path: str) -> None:
+    document = document_of(shared)
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schema = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     assert schema["additionalProperties"] == {"type": "null"}
     for fields, status in (({"colour": "red"}, 400), ({"model": "another"}, 404)):
-        answer = client.post(path, json={**BODIES[path], **fields})
+        answer = shared.post(path, json={**BODIES[path], **fields})
         assert str(status) in document["paths"][path]["post"]["responses"]
         check(answer.json(), _ANSWERS["Error"])
         assert answer.status_code == status
-    assert client.post(path, json={**BODIES[path], "colour": None}).status_code == 200
+    assert shared.post(path, json={**BODIES[path], "colour": None}).status_code == 200
 
 
-def test_the_document_is_built_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = document_of(client)
+def test_the_document_is_built_once(shared: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = document_of(shared)
     monkeypatch.setattr(app, "get_openapi", None)
-    assert document_of(client) == first
+    assert document_of(shared) == first
     assert "/openapi.json" not in first["paths"]
 
 
