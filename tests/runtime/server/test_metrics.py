@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -14,7 +13,8 @@ from redraft.runtime import Runtime, SpeculationParams, Submission
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.requests.request import Request
 from redraft.runtime.server.metrics import ServerMetrics
-from tests.runtime.fakes import greedy, make_runtime, mixing_rule, script
+from tests.runtime.fakes import greedy, make_runtime, script
+from tests.runtime.server.serving import WAIT, Gate
 
 VLLM = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
         "generation_tokens_total", "request_success_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
@@ -102,24 +102,17 @@ def test_counts_are_those_of_the_requests(runtime: Runtime) -> None:
 
 
 def test_running_requests_count_when_the_metrics_are_read_and_once() -> None:
-    opened, reached = threading.Event(), threading.Event()
-
-    def rule(tokens: list[int]) -> int:
-        if len(tokens) > 12:
-            reached.set()
-            assert opened.wait(30)
-        return mixing_rule(tokens)
-
-    with make_runtime(rule, max_model_len=100) as runtime:
+    gate = Gate(free=12)
+    with make_runtime(gate, max_model_len=100) as runtime:
         metrics = ServerMetrics(runtime, "toy")
         running, waiting = (served(runtime, metrics, [97] * 10, 20, "none") for _ in range(2))
-        assert reached.wait(30)
+        assert gate.reached.wait(WAIT)
         found = shown(metrics)
         assert (found["num_requests_running"], found["num_requests_waiting"]) == (1, 1)
         assert found["kv_cache_usage_perc"] == 12 / 100
         assert found["generation_tokens_total"] == found["request_steps_total"] == 3
         waiting.abort()
-        opened.set()
+        gate.opened.set()
         running.result(30)
         waiting.result(30)
         wait_for_outputs(runtime)

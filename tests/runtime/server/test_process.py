@@ -152,7 +152,8 @@ def test_a_server_that_is_told_to_stop_ends_running_requests() -> None:
         assert gate.reached.wait(WAIT)
         server.handle_exit(signal.SIGTERM, None)
         assert error_of(httpx.post(f"{url}/v1/completions", json=asked), 503)["code"] == "shutting_down"
-        assert error_of(httpx.get(f"{url}/ready"), 503)
+        assert error_of(httpx.get(f"{url}/ready"), 503)["code"] == "not_ready"
+        assert httpx.get(f"{url}/health").status_code == 200
         gate.opened.set()
         answer = running.result(WAIT)
         assert answer.json()["usage"]["completion_tokens"] == 30

@@ -8,19 +8,12 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from anyio import to_thread
-from starlette.testclient import TestClient
 
 from redraft.errors import UsageError
 from redraft.runtime.api import GREEDY
 from redraft.runtime.server.app import create_app
 from redraft.runtime.server.settings import ServerSettings
-from tests.runtime.server.serving import (
-    WAIT,
-    ask,
-    client_of,
-    error_of,
-    toy,
-)
+from tests.runtime.server.serving import WAIT, ask, client_of, error_of, toy
 
 
 def test_a_runtime_that_is_closed_is_no_fault_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,16 +39,6 @@ def test_metrics_need_no_thread() -> None:
     with toy() as runtime:
         app = create_app(runtime, ServerSettings("toy"))
         assert asyncio.run(scrape()) == 200
-
-
-def test_a_server_that_drains_takes_no_requests() -> None:
-    with toy() as runtime:
-        app = create_app(runtime, ServerSettings("toy"))
-        client = TestClient(app, "http://localhost")
-        app.state.service.draining = True
-        assert error_of(ask(client), 503)["code"] == "shutting_down"
-        assert error_of(client.get("/ready"), 503)["code"] == "not_ready"
-        assert client.get("/health").status_code == 200
 
 
 def test_requests_have_the_defaults_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
