@@ -8,12 +8,7 @@ from redraft.errors import BackendError
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.server.errors import ApiError, failure_of, without_paths
 from tests.runtime.drafts import sequence
-from tests.runtime.server.serving import (
-    ask,
-    client_of,
-    error_of,
-    toy,
-)
+from tests.runtime.server.serving import ask, client_of, error_of, toy
 
 
 def test_no_path_of_the_machine_is_in_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -15,7 +14,7 @@ import pytest
 
 from redraft.runtime.server.process import DrainingServer
 from tests.runtime.fakes import know_costs, mixing_rule
-from tests.runtime.server.serving import WAIT, Gate, listening, toy
+from tests.runtime.server.serving import WAIT, Gate, listening, toy, wait_until
 
 BODY = json.dumps({"model": "toy", "prompt": "abc", "max_tokens": 3}).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -56,13 +55,6 @@ def address(served: tuple[tuple[str, int], DrainingServer]) -> Iterator[tuple[st
     wait_until(lambda: server.service.open_answers == 0 and server.service.runtime.health.requests == 0)
     answer = httpx.post(f"http://{host}:{port}/v1/completions", json=WITNESS, timeout=WAIT)
     assert answer.json()["choices"][0]["text"] == text_of_witness()
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @contextmanager

@@ -10,12 +10,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime.server.settings import read_api_keys
-from tests.runtime.server.serving import (
-    ask,
-    client_of,
-    error_of,
-    toy,
-)
+from tests.runtime.server.serving import ask, client_of, error_of, toy
 
 
 def test_a_body_that_is_too_large_is_refused_however_it_is_sent(pool: ThreadPoolExecutor) -> None:

@@ -11,17 +11,7 @@ from redraft.runtime.api import Runtime
 from redraft.runtime.server.errors import ApiError
 from redraft.runtime.server.limits import Backlog
 from redraft.runtime.text.tokenizer import Tokenizer
-from tests.runtime.server.serving import (
-    USER,
-    WAIT,
-    Gate,
-    ask,
-    client_of,
-    ended_by_abort,
-    error_of,
-    toy,
-    wait_until,
-)
+from tests.runtime.server.serving import USER, WAIT, Gate, ask, client_of, ended_by_abort, error_of, toy, wait_until
 
 
 def test_a_full_queue_refuses_before_a_prompt_is_encoded_with_the_time_to_try_again(

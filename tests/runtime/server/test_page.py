@@ -17,10 +17,10 @@ from tests.runtime.server.serving import USER, WAIT, Gate, client_of, error_of, 
 NAMES = sorted(path.name for path in files("redraft.runtime.server").joinpath("page").iterdir())
 
 
-def test_the_page_loads_only_its_own_files(client: TestClient) -> None:
-    page = client.get("/")
+def test_the_page_loads_only_its_own_files(shared: TestClient) -> None:
+    page = shared.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    texts = {name: client.get(f"/page/{name}").text for name in NAMES}
+    texts = {name: shared.get(f"/page/{name}").text for name in NAMES}
     assert texts["index.html"] == page.text
     wanted = {name for text in (page.text,) for name in re.findall(r'(?:href|src)="([^"]+)"', text)}
     wanted |= {name for text in texts.values() for name in re.findall(r'from "\./([^"]+)"', text)}
@@ -31,10 +31,10 @@ def test_the_page_loads_only_its_own_files(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", *[f"/page/{name}" for name in NAMES]])
-def test_every_file_has_the_headers_and_is_sent_once(client: TestClient, path: str) -> None:
-    first = client.get(path)
-    again = client.get(path, headers={"If-None-Match": first.headers["etag"]})
-    head = client.head(path)
+def test_every_file_has_the_headers_and_is_sent_once(shared: TestClient, path: str) -> None:
+    first = shared.get(path)
+    again = shared.get(path, headers={"If-None-Match": first.headers["etag"]})
+    head = shared.head(path)
     assert [answer.status_code for answer in (first, again, head)] == [200, 304, 200]
     assert again.content == b""
     for answer in (first, again, head):
@@ -53,11 +53,11 @@ def test_every_file_has_the_headers_and_is_sent_once(client: TestClient, path: s
         "/page/APP.JS", "/page/./app.js/..", "/index.html",
     ],
 )  # fmt: skip
-def test_no_other_path_is_a_file(client: TestClient, path: str) -> None:
-    raw = client.build_request("GET", "/")
+def test_no_other_path_is_a_file(shared: TestClient, path: str) -> None:
+    raw = shared.build_request("GET", "/")
     raw.url = raw.url.copy_with(raw_path=path.encode())
-    assert error_of(client.send(raw), 404)
-    assert client.post("/", json={}).status_code == 405
+    assert error_of(shared.send(raw), 404)
+    assert shared.post("/", json={}).status_code == 405
 
 
 def test_the_page_needs_no_key_and_the_batch_does() -> None:

@@ -10,16 +10,7 @@ import pytest
 
 from redraft.runtime.server.service import Service
 from tests.runtime.fakes import greedy, mixing_rule
-from tests.runtime.server.serving import (
-    WAIT,
-    Gate,
-    ask,
-    client_of,
-    error_of,
-    events,
-    toy,
-    wait_until,
-)
+from tests.runtime.server.serving import WAIT, Gate, ask, client_of, error_of, events, toy, wait_until
 
 
 @pytest.mark.parametrize("stream", [False, True])
