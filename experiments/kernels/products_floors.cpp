@@ -1,0 +1,56 @@
+// Floors of a product's time: a plain read of its bytes, and its multiplications in registers alone.
+
+#include <stdint.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+extern "C" {
+
+// Reads `words` words of 64 bits.
+uint64_t read_all(const uint64_t *from, int64_t words) {
+  uint64_t found = 0;
+  for (int64_t i = 0; i < words; ++i) found |= from[i];
+  return found;
+}
+
+// Multiplies and adds `rounds` times in 12 registers, as the kernel for `bits` does. Returns the multiplications of a
+// round, or 0 if it has none for this machine.
+int64_t multiply_all(int bits, int64_t rounds) {
+#if defined(__AVX512VNNI__)
+  __m512i sums[12], a = _mm512_set1_epi32(bits), b = a;
+  for (auto &sum : sums) sum = a;
+  for (int64_t i = 0; i < rounds; ++i) {
+    for (auto &sum : sums) __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b));
+  }
+  for (auto &sum : sums) __asm__ volatile("" : : "v"(sum));
+  return 12 * 64;
+#elif defined(__AVXVNNI__)
+  __m256i sums[12], a = _mm256_set1_epi32(bits), b = a;
+  for (auto &sum : sums) sum = a;
+  for (int64_t i = 0; i < rounds; ++i) {
+    for (auto &sum : sums) __asm__("%{vex%} vpdpbusd %1, %2, %0" : "+x"(sum) : "x"(a), "x"(b));
+  }
+  for (auto &sum : sums) __asm__ volatile("" : : "x"(sum));
+  return 12 * 32;
+#elif defined(__AVX2__)
+  __m256i sums[12], a = _mm256_set1_epi32(bits), b = a;
+  for (auto &sum : sums) sum = a;
+  for (int64_t i = 0; i < rounds; ++i) {
+    for (auto &sum : sums) {
+      __m256i product;
+      if (bits == 8) {
+        __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+      } else {
+        __asm__("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+      }
+    }
+  }
+  for (auto &sum : sums) __asm__ volatile("" : : "x"(sum));
+  return 12 * (bits == 8 ? 16 : 32);
+#else
+  return bits * rounds * 0;
+#endif
+}
+}
