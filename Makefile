@@ -16,16 +16,17 @@ ENGINES := build/engines/$(NAME)
 
 CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
-NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
+NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh plugins/cpu/*/*.cpp plugins/cpu/*/*.h \
+  tests/plugins/*.cpp tests/plugins/*.h
 
-.PHONY: install install-dev demo engines plugins kernels-cpu test test-fast test-gpu check-tensorrt check-serving check-deploy soak smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
+.PHONY: install install-dev demo engines plugins operators kernels-cpu test test-fast test-gpu check-tensorrt check-serving check-deploy soak smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
   typed-tree clean
 
 # pip would compile all of torch, of which a build imports a fifth; Python keeps what it compiles at the first import.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 unexport PYTHONDONTWRITEBYTECODE
 
-install: $(STAMP)
+install: $(STAMP) operators
 
 install-dev: $(DEV_STAMP)
 
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  || { echo "redraft needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): 1.3 GB, about half a minute after the download"
-	@$(INSTALL) '.[export]'
+	@$(INSTALL) '.[export,native]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
@@ -88,13 +89,20 @@ plugins: kernels-cpu
 	@$(CONFIGURE) -B build/cmake/cuda -DREDRAFT_CPU=OFF $(if $(ARCHITECTURES),-DREDRAFT_ARCHITECTURES="$(ARCHITECTURES)") \
 	  $(if $(TENSORRT_ROOT),-DTENSORRT_ROOT="$(abspath $(TENSORRT_ROOT))") >/dev/null
 	@$(CMAKE) --build build/cmake/cuda
-	@$(CMAKE) -P build/cmake/cpu/summary.cmake && $(CMAKE) -P build/cmake/cuda/summary.cmake
+	@$(CMAKE) -P $(CPU_BUILD)/summary.cmake && $(CMAKE) -P build/cmake/cuda/summary.cmake
 
-# The same kernels compiled for the CPU, which the tests run. Prints only skipped libraries.
+# Products of int8 and int4 bundles for ONNX Runtime, in seconds. If they cannot be compiled, ONNX Runtime's own run.
+CPU_BUILD := build/cmake/cpu
+operators: $(STAMP)
+	@{ $(CONFIGURE) -B $(CPU_BUILD) -DREDRAFT_CUDA=OFF >/dev/null && $(CMAKE) --build $(CPU_BUILD) --target operators -- --quiet; } \
+	  || echo "not built: libredraft_operators.so; int8 and int4 bundles run with ONNX Runtime's own products" >&2
+	@$(CMAKE) -P $(CPU_BUILD)/summary.cmake 2>&1 | grep '^skipped.*operators' || true
+
+# The operators, and the CUDA kernels compiled for the CPU, which the tests run. Prints only skipped libraries.
 kernels-cpu: install-dev
-	@$(CONFIGURE) -B build/cmake/cpu -DREDRAFT_CUDA=OFF >/dev/null
-	@$(CMAKE) --build build/cmake/cpu -- --quiet
-	@$(CMAKE) -P build/cmake/cpu/summary.cmake 2>&1 | grep '^skipped' || true
+	@$(CONFIGURE) -B $(CPU_BUILD) -DREDRAFT_CUDA=OFF >/dev/null
+	@$(CMAKE) --build $(CPU_BUILD) -- --quiet
+	@$(CMAKE) -P $(CPU_BUILD)/summary.cmake 2>&1 | grep '^skipped' || true
 
 # WORKERS processes run the tests, each all tests of a file; 0 runs them in this one, as a debugger needs it.
 WORKERS ?= 2

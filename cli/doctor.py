@@ -20,8 +20,9 @@ from redraft.bench.environment import cpu_flags, execution_providers, processor_
 from redraft.cli.console import Finding, print_json
 from redraft.cli.options import Verify
 from redraft.cpus import default_threads
-from redraft.errors import BackendError
+from redraft.errors import BackendError, KernelError
 from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
+from redraft.plugins.operators import OFF, find_operators, missing_operators
 from redraft.user_cache import user_cache
 
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
@@ -67,6 +68,7 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield from _both_builds()
     yield _providers()
+    yield _products()
     yield from _machine()
     yield from _accelerators()
 
@@ -119,6 +121,25 @@ def _providers() -> Finding:
         return Finding("onnxruntime providers", "broken", f"cannot be imported ({error})", "run `make install`")
     works = "CPUExecutionProvider" in providers
     return Finding("onnxruntime providers", "ok" if works else "broken", ", ".join(providers))
+
+
+def _products() -> Finding:
+    """Return the kernels that compute the products of int8 and int4 bundles on the CPU, after loading them."""
+    name = "int8, int4 products"
+    try:
+        from redraft.engines.onnxruntime_backend import register_operators, session_options
+
+        operators = find_operators("int8")
+        if operators is None:
+            reason = missing_operators() or ""
+            hint = None if reason.endswith(f"={OFF}") else "run `make operators`"
+            return Finding(name, "absent", f"ONNX Runtime's kernels: {reason}", hint)
+        register_operators(session_options(1, "error"), operators)
+    except KernelError as error:
+        return Finding(name, "warning", error.message, error.hint)
+    except (ImportError, AttributeError) as error:
+        return Finding(name, "absent", f"cannot be imported ({error})")
+    return Finding(name, "ok", f"redraft's kernels, {operators.instruction_set}, in {operators.path}")
 
 
 def _machine() -> Iterator[Finding]:

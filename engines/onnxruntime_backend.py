@@ -15,9 +15,10 @@ from redraft import names
 from redraft.cpus import default_threads
 from redraft.engines.bundle import Bundle
 from redraft.engines.host_memory import available_bytes, huge_pages
-from redraft.errors import BackendError, BundleError
+from redraft.errors import BackendError, BundleError, KernelError
 from redraft.names import TensorSpec
 from redraft.packages import gpu_requirement
+from redraft.plugins.operators import OFF, OPERATORS_VARIABLE, Operators, find_operators
 
 _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8)", "uint8": "tensor(uint8)",
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
@@ -49,8 +50,8 @@ def load_session(
 ) -> ort.InferenceSession:
     """Return a session of the graph on a provider, with the manifest's signature.
 
-    Raises BundleError like `load_program`, and BackendError if the host has too little memory or the provider does not
-    start. The CPU never replaces the provider.
+    Raises BundleError like `load_program`, BackendError if the host has too little memory or the provider does not
+    start, and KernelError for unusable operators. The CPU never replaces the provider.
     """
     record = bundle.graph(graph)
     _check_version(bundle)
@@ -61,6 +62,8 @@ def load_session(
     path, options = str(bundle.path / record.file), session_options(threads, log)
     if provider[0] == CPU:
         _check_memory(bundle, graph)
+        if operators := find_operators(bundle.manifest.precision):
+            register_operators(options, operators)
     else:
         start_provider(provider[0])
         options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
@@ -77,6 +80,15 @@ def load_session(
         if problem := next(_mismatches(found, specs), None):
             raise bundle.error(f"graph {graph}: {problem}")
     return session
+
+
+def register_operators(options: ort.SessionOptions, operators: Operators) -> None:
+    """Let a session compute with these operators. Raises KernelError if they refuse this ONNX Runtime."""
+    try:
+        options.register_custom_ops_library(str(operators.path))
+    except RuntimeError as error:
+        hint = f"set {OPERATORS_VARIABLE}={OFF} to run ONNX Runtime's own products"
+        raise KernelError(f"{operators.path}: {_one_line(error)}", hint) from error
 
 
 def check_available(provider: str) -> None:

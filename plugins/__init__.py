@@ -1,1 +1,1 @@
-"""Tree attention and KV compaction on the GPU: CUDA kernels, a TensorRT plugin, and a CPU build of the kernels."""
+"""Tree attention and KV compaction on the GPU: CUDA kernels, a TensorRT plugin, and a CPU build. Products on CPUs."""

@@ -17,6 +17,7 @@ import pytest
 from filelock import FileLock
 
 from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
+from redraft.plugins.operators import OPERATORS_LIBRARY, OPERATORS_VARIABLE, Operators, find_operators
 from tests.little import Redraft, write_checkpoint
 
 # PyTorch's threads wait for each other by spinning. If another process needs a core, that takes twenty times as long as
@@ -118,6 +119,17 @@ def kernels() -> Kernels:
     if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler here to build the kernels for the CPU")
     return Kernels(path)
+
+
+@pytest.fixture(scope="session")
+def operators_library() -> Operators:
+    """The operators built by `make operators`. Skips only if no C++ compiler can build them."""
+    path = BUILD / OPERATORS_LIBRARY
+    if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler here to build the operators")
+    found = find_operators("int8", {OPERATORS_VARIABLE: str(path)})
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

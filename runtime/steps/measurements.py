@@ -24,6 +24,7 @@ from redraft.engines.gpu import find_gpu
 from redraft.engines.host_device import HostDevice
 from redraft.errors import BackendError
 from redraft.packages import package_version
+from redraft.plugins.operators import find_operators
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
 from redraft.runtime.steps.verifier import Verifier
 from redraft.types import Costs
@@ -48,13 +49,15 @@ Identity = Mapping[str, str | int]
 
 def identity_of(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> Identity:
     """Return the identity of a bundle's figures on a device."""
-    manifest = bundle.manifest
-    graph = device.verifier_graph if isinstance(device, HostDevice) else names.VERIFIER
+    manifest, graph, operators = bundle.manifest, names.VERIFIER, None
+    if isinstance(device, HostDevice):
+        graph, operators = device.verifier_graph, find_operators(manifest.precision)
     return {
         "build": manifest.build_key,
         "graph": manifest.files[manifest.graphs[graph].file].sha256,
         "graphs": " ".join(manifest.files[graph.file].sha256[:16] for _, graph in sorted(manifest.all_graphs.items())),
         "library": package_version("onnxruntime") or "none",
+        "operators": operators.identity if operators else "none",
         "backend": f"{manifest.backend} {manifest.backend_version}",
         "threads": threads or 0,
         "max_num_seqs": max_num_seqs,

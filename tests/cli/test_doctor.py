@@ -13,6 +13,8 @@ from tests.little import Redraft
 from redraft.cli import doctor, doctor_engines, main
 from redraft.cli.console import Finding
 from redraft.errors import BackendError
+from redraft.plugins import operators
+from redraft.plugins.operators import OFF, OPERATORS_VARIABLE, Operators
 from redraft.runtime.steps.exactness import Exactness
 
 
@@ -37,6 +39,22 @@ def test_doctor_finds_the_cpu_path_working(run: Run) -> None:
     assert found["cpu_path_works"] is True
     parts = {"python", "onnxruntime", "processor", "memory", "disk", "cache folder", "GPU", "TensorRT"}
     assert parts | {"TensorRT plugin"} <= names
+
+
+def test_doctor_names_the_products_that_run(
+    operators_library: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OPERATORS_VARIABLE, str(operators_library.path))
+    kernels = f"redraft's kernels, {operators_library.instruction_set}, in {operators_library.path}"
+    assert doctor._products() == Finding("int8, int4 products", "ok", kernels)
+    monkeypatch.setenv(OPERATORS_VARIABLE, OFF)
+    found = doctor._products()
+    assert (found.status, found.found, found.hint) == ("absent", "ONNX Runtime's kernels: REDRAFT_OPERATORS=off", None)
+    monkeypatch.setenv(OPERATORS_VARIABLE, str(tmp_path / "none.so"))
+    assert doctor._products().status == "warning"
+    monkeypatch.delenv(OPERATORS_VARIABLE)
+    monkeypatch.setattr(operators, "BUILD", tmp_path)
+    assert doctor._products().hint == "run `make operators`"
 
 
 def test_doctor_takes_the_cpu_build_of_a_pinned_version_and_any_version_in_a_range(

@@ -139,6 +139,7 @@ void quantize(const Packed &m, const float *x, int64_t rows, int64_t first, int6
 template <class Isa>
 void multiply(const Packed &m, const uint8_t *scratch, int64_t rows, const float *bias, float *y, int64_t first,
               int64_t last) {
+  if (rows == 0) return;
   const auto run = m.bits == 8 ? multiply_tiles<Isa, 8> : multiply_tiles<Isa, 4>;
   run(m, scratch, rows, bias, y, first, last);
 }

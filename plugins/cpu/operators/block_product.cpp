@@ -1,0 +1,149 @@
+#include "block_product.h"
+
+#include <stdlib.h>
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "../products/products.h"
+#include "file_pages.h"
+#include "values.h"
+
+namespace redraft::operators {
+namespace {
+
+constexpr size_t kLine = 64;                  // alignment of packed weights and scratch memory, in bytes
+constexpr int64_t kShare = int64_t{1} << 17;  // multiplications that are worth waking a thread for: about 5 us
+constexpr int64_t kQuantizedShare = 1 << 13;  // activations, for the same
+constexpr int64_t kMostShares = 64;           // of a call; idle threads take the next one
+
+struct FreeAligned {
+  void operator()(void *memory) const { free(memory); }
+};
+
+void *aligned(int64_t bytes) {
+  const size_t size = (static_cast<size_t>(bytes) + kLine - 1) / kLine * kLine;
+  void *memory = aligned_alloc(kLine, std::max(size, kLine));
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+// Scratch memory of the calling thread, valid until its next call. All kernels of all sessions share it, since a thread
+// runs one at a time. It grows to the largest call; ONNX Runtime's arena would keep as much and takes a lock for each call.
+void *thread_scratch(int64_t bytes) {
+  thread_local std::unique_ptr<void, FreeAligned> memory;
+  thread_local int64_t size = 0;
+  if (bytes > size) {
+    memory.reset();
+    size = 0;
+    memory.reset(aligned(bytes));
+    size = bytes;
+  }
+  return memory.get();
+}
+
+// Calls run(first, last) for even shares of 0 .. count - 1, on the session's threads if there are several.
+template <typename Run>
+void in_shares(const OrtApi &api, OrtKernelContext *context, int64_t count, int64_t shares, const Run &run) {
+  shares = std::min({shares, count, kMostShares});
+  if (shares <= 1) return run(0, count);
+  struct Task {
+    const Run &run;
+    int64_t count, shares;
+  } task{run, count, shares};
+  const auto one = [](void *data, size_t share) {
+    const Task &task = *static_cast<const Task *>(data);
+    const auto number = static_cast<int64_t>(share);
+    task.run(task.count * number / task.shares, task.count * (number + 1) / task.shares);
+  };
+  check(api.KernelContext_ParallelFor(context, one, shares, 0, &task));
+}
+
+// Returns the bytes of an input that is a constant of `count` elements.
+template <typename T>
+const T *constant(const OrtApi &api, const OrtKernelInfo *info, Input input, OrtElementType type, int64_t count) {
+  static const char *const kNames[] = {"A", "B", "scales", "zero_points", "g_idx", "bias"};
+  const std::string name = kNames[input];
+  int is_constant = 0;
+  const OrtValue *value = nullptr;
+  check(api.KernelInfoGetConstantInput_tensor(info, input, &is_constant, &value));
+  if (!is_constant || value == nullptr) throw Refused(name + " must be an initializer");
+  const Tensor tensor(api, value);
+  if (tensor.type != type) throw Refused(name + " has another element type than expected");
+  if (tensor.count() != count) {
+    throw Refused(name + ": expected " + std::to_string(count) + " elements, found " + std::to_string(tensor.count()));
+  }
+  return static_cast<const T *>(tensor.data);
+}
+
+}  // namespace
+
+void BlockProduct::Free::operator()(void *memory) const { free(memory); }
+
+BlockProduct::BlockProduct(const OrtApi &api, const OrtKernelInfo *info) : api_(api) {
+  n_ = attribute(api, info, "N");
+  k_ = attribute(api, info, "K");
+  const int64_t bits = attribute(api, info, "bits"), block = attribute(api, info, "block_size");
+  if (n_ <= 0 || k_ <= 0) {
+    throw Refused("N and K: expected positive numbers, found " + std::to_string(n_) + " and " + std::to_string(k_));
+  }
+  redraft_block_matrix matrix{};
+  matrix.n = n_;
+  matrix.k = k_;
+  matrix.bits = static_cast<int32_t>(std::clamp<int64_t>(bits, 0, INT32_MAX));
+  matrix.block = static_cast<int32_t>(std::clamp<int64_t>(block, 0, INT32_MAX));
+  const int64_t packed_bytes = redraft_products_packed_bytes(&matrix);
+  const std::string sizes = std::to_string(bits) + " bits, blocks of " + std::to_string(block);
+  if (packed_bytes == 0) {
+    throw Refused("expected weights of 4 or 8 bits in blocks of 16 to 256, a power of two; found " + sizes);
+  }
+  const int64_t blocks = (k_ + block - 1) / block;
+  matrix.codes = constant<uint8_t>(api, info, kCodes, kUint8, n_ * blocks * (block * bits / 8));
+  matrix.scales = constant<float>(api, info, kScales, kFloat, n_ * blocks);
+  if (has_input(api, info, kGroupIndex)) throw Refused("g_idx is not supported");
+  const int64_t zeros = n_ * ((blocks * bits + 7) / 8);
+  if (has_input(api, info, kZeroPoints)) {
+    matrix.zero_points = constant<uint8_t>(api, info, kZeroPoints, kUint8, zeros);
+  }
+  packed_.reset(aligned(redraft_products_packed_bytes(&matrix)));
+  if (redraft_products_pack(&matrix, packed_.get()) != 0) throw Refused("the weights were not packed: " + sizes);
+  give_back_file_pages(matrix.codes, n_ * blocks * (block * bits / 8));
+  give_back_file_pages(matrix.scales, n_ * blocks * static_cast<int64_t>(sizeof(float)));
+}
+
+void BlockProduct::compute(OrtKernelContext *context) const {
+  const Tensor x(api_, input(api_, context, kX));
+  if (x.shape.empty() || x.shape.back() != k_) {
+    const std::string found = x.shape.empty() ? "a scalar" : std::to_string(x.shape.back());
+    throw Refused("A: expected a last dimension of " + std::to_string(k_) + ", found " + found);
+  }
+  const float *bias = nullptr;
+  if (const OrtValue *value = input(api_, context, kBias)) {
+    const Tensor tensor(api_, value);
+    if (tensor.count() != n_) {
+      throw Refused("bias: expected " + std::to_string(n_) + " elements, found " + std::to_string(tensor.count()));
+    }
+    bias = static_cast<const float *>(tensor.data);
+  }
+  std::vector<int64_t> shape = x.shape;
+  shape.back() = n_;
+  OrtValue *result = nullptr;
+  check(api_.KernelContext_GetOutput(context, 0, shape.data(), shape.size(), &result));
+  const int64_t rows = x.count() / k_;
+  if (rows == 0) return;
+  void *y = nullptr;
+  check(api_.GetTensorMutableData(result, &y));
+  const auto *given = static_cast<const float *>(x.data);
+  const void *packed = packed_.get();
+  void *scratch = thread_scratch(redraft_products_scratch_bytes(packed, rows));
+  in_shares(api_, context, rows, rows * k_ / kQuantizedShare,
+            [=](int64_t first, int64_t last) { redraft_products_quantize(packed, given, rows, first, last, scratch); });
+  in_shares(api_, context, redraft_products_tiles(packed), rows * n_ * k_ / kShare, [=](int64_t first, int64_t last) {
+    redraft_products_multiply(packed, scratch, rows, bias, static_cast<float *>(y), first, last);
+  });
+}
+
+}  // namespace redraft::operators

@@ -1,0 +1,79 @@
+"""The operators for ONNX Runtime's CPU provider: products of weights with 4 and 8 bits by redraft's kernels.
+
+A session that registers the library runs `com.microsoft.MatMulNBits` with it. Graphs stay as they are, and sessions
+without it run them with ONNX Runtime's own kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from redraft.config import ROUNDED_BY_PRODUCT
+from redraft.errors import KernelError
+from redraft.names import Precision
+from redraft.plugins.library import BUILD
+
+OPERATORS_VARIABLE = "REDRAFT_OPERATORS"
+OFF = "off"
+OPERATORS_LIBRARY = "libredraft_operators.so"
+
+
+@dataclass(frozen=True)
+class Operators:
+    """A library that exists. digest: SHA-256 of its file. instruction_set: the one that its kernels use here."""
+
+    path: Path
+    digest: str
+    instruction_set: str
+
+    @property
+    def identity(self) -> str:
+        """Names the library and the instruction set, for figures and fingerprints."""
+        return f"{self.digest[:16]} {self.instruction_set}"
+
+
+def missing_operators(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the reason why ONNX Runtime's own products run, or None if the library exists."""
+    if environment.get(OPERATORS_VARIABLE) == OFF:
+        return f"{OPERATORS_VARIABLE}={OFF}"
+    path = _library_path(environment)
+    return None if path.exists() else f"no operators at {path}"
+
+
+def find_operators(precision: Precision, environment: Mapping[str, str] = os.environ) -> Operators | None:
+    """Return the library that REDRAFT_OPERATORS names, else that of build/plugins, for bundles of this precision.
+
+    Returns None if the precision has no products for it, if the variable is `off`, and if none was built.
+    Raises KernelError if the library that the variable names is missing, and for one that does not load.
+    """
+    if precision not in ROUNDED_BY_PRODUCT:
+        return None
+    if reason := missing_operators(environment):
+        if environment.get(OPERATORS_VARIABLE, OFF) != OFF:
+            raise KernelError(reason, f"name another library in {OPERATORS_VARIABLE}, or `{OFF}`")
+        return None
+    return _open(_library_path(environment))
+
+
+@cache
+def _open(path: Path) -> Operators:
+    """Load the library and read its file. A process keeps the library that it loaded first."""
+    hint = f"run `make operators`, or set {OPERATORS_VARIABLE}={OFF}"
+    try:
+        name = ctypes.CDLL(str(path)).redraft_products_isa
+    except OSError as error:
+        raise KernelError(f"{path} does not load: {error}", hint) from error
+    except AttributeError:
+        raise KernelError(f"{path} is not a library of redraft's operators", hint) from None
+    name.restype = ctypes.c_char_p
+    return Operators(path, hashlib.sha256(path.read_bytes()).hexdigest(), name().decode())
+
+
+def _library_path(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get(OPERATORS_VARIABLE) or BUILD / OPERATORS_LIBRARY)
