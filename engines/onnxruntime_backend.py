@@ -86,7 +86,7 @@ def register_operators(options: ort.SessionOptions, operators: Operators) -> Non
     """Let a session compute with these operators. Raises KernelError if they refuse this ONNX Runtime."""
     try:
         options.register_custom_ops_library(str(operators.path))
-    except RuntimeError as error:
+    except Exception as error:  # ONNX Runtime's errors have no class in common
         hint = f"set {OPERATORS_VARIABLE}={OFF} to run ONNX Runtime's own products"
         raise KernelError(f"{operators.path}: {_one_line(error)}", hint) from error
 

@@ -22,6 +22,8 @@ from redraft.plugins.library import BUILD
 OPERATORS_VARIABLE = "REDRAFT_OPERATORS"
 OFF = "off"
 OPERATORS_LIBRARY = "libredraft_operators.so"
+PLAIN = "scalar"
+"""The kernels' name for plain C++, which is slower than ONNX Runtime's own products."""
 
 
 @dataclass(frozen=True)
@@ -49,31 +51,39 @@ def missing_operators(environment: Mapping[str, str] = os.environ) -> str | None
 def find_operators(precision: Precision, environment: Mapping[str, str] = os.environ) -> Operators | None:
     """Return the library that REDRAFT_OPERATORS names, else that of build/plugins, for bundles of this precision.
 
-    Returns None if the precision has no products for it, if the variable is `off`, and if none was built.
+    Returns None if the precision has no products for it, if the variable is `off`, if none was built, and if this
+    processor has none of its instruction sets. A process keeps its first answer, so that its engines compute alike.
     Raises KernelError if the library that the variable names is missing, and for one that does not load.
     """
-    if precision not in ROUNDED_BY_PRODUCT:
+    if precision not in ROUNDED_BY_PRODUCT or environment.get(OPERATORS_VARIABLE) == OFF:
         return None
-    if reason := missing_operators(environment):
-        if environment.get(OPERATORS_VARIABLE, OFF) != OFF:
-            raise KernelError(reason, f"name another library in {OPERATORS_VARIABLE}, or `{OFF}`")
-        return None
-    return _open(_library_path(environment))
+    found = _open(_library_path(environment))
+    if found is None and environment.get(OPERATORS_VARIABLE):
+        reason = missing_operators(environment) or "no instruction set for the named operators on this processor"
+        raise KernelError(reason, f"name another library in {OPERATORS_VARIABLE}, or `{OFF}`")
+    return found
 
 
 @cache
-def _open(path: Path) -> Operators:
-    """Load the library and read its file. A process keeps the library that it loaded first."""
+def _open(path: Path) -> Operators | None:
+    """Load the library and read its file. Returns None if there is none, or if it would run plain C++ here."""
+    if not path.exists():
+        return None
     hint = f"run `make operators`, or set {OPERATORS_VARIABLE}={OFF}"
     try:
-        name = ctypes.CDLL(str(path)).redraft_products_isa
+        library = ctypes.CDLL(str(path))
+        name = library.redraft_products_isa
+        library.RegisterCustomOps  # noqa: B018 - raises if it is not there
     except OSError as error:
         raise KernelError(f"{path} does not load: {error}", hint) from error
     except AttributeError:
         raise KernelError(f"{path} is not a library of redraft's operators", hint) from None
     name.restype = ctypes.c_char_p
-    return Operators(path, hashlib.sha256(path.read_bytes()).hexdigest(), name().decode())
+    instruction_set = name().decode()
+    if instruction_set == PLAIN:
+        return None
+    return Operators(path, hashlib.sha256(path.read_bytes()).hexdigest(), instruction_set)
 
 
 def _library_path(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get(OPERATORS_VARIABLE) or BUILD / OPERATORS_LIBRARY)
+    return Path(environment.get(OPERATORS_VARIABLE) or BUILD / OPERATORS_LIBRARY).resolve()

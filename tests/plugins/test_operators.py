@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +276,34 @@ def test_the_library_is_found_by_variable_and_precision(operators_library: Opera
 
 
 def test_without_a_built_library_there_are_no_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = tmp_path / operators.OPERATORS_LIBRARY
     monkeypatch.setattr(operators, "BUILD", tmp_path)
-    assert find_operators("int8", {}) is None
-    assert missing_operators({}) == f"no operators at {tmp_path / operators.OPERATORS_LIBRARY}"
-    (tmp_path / operators.OPERATORS_LIBRARY).write_bytes(b"no library")
+    assert find_operators("int8", {OPERATORS_VARIABLE: ""}) is None
+    assert missing_operators({}) == f"no operators at {built}"
+    built.write_bytes(b"built while the process runs")
+    assert find_operators("int8", {}) is None  # engines of a process compute alike
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
     with pytest.raises(KernelError, match="does not load"):
-        find_operators("int8", {})
-    other = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_shared.so"
-    with pytest.raises(KernelError, match="is not a library of redraft's operators"):
-        find_operators("int8", {OPERATORS_VARIABLE: str(other)})
+        find_operators("int8", {OPERATORS_VARIABLE: str(broken)})
+
+
+def test_libraries_without_the_operators_are_refused(operators_library: Operators) -> None:
+    for other in (
+        Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_shared.so",
+        operators_library.path.with_name("libredraft_products.so"),
+    ):
+        with pytest.raises(KernelError, match="is not a library of redraft's operators"):
+            find_operators("int8", {OPERATORS_VARIABLE: str(other)})
+    with pytest.raises(KernelError, match="RegisterCustomOps"):
+        register_operators(session_options(1, "error"), replace(operators_library, path=other))
+
+
+def test_plain_c_plus_plus_does_not_replace_onnx_runtimes_products(
+    operators_library: Operators, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.so"
+    shutil.copy(operators_library.path, copy)
+    assert ctypes.CDLL(str(copy)).redraft_products_use(operators.PLAIN.encode()) == 0
+    with pytest.raises(KernelError, match="no instruction set"):
+        find_operators("int8", {OPERATORS_VARIABLE: str(copy)})
