@@ -43,7 +43,7 @@ def test_a_request_that_fails_disturbs_no_other(stream: bool) -> None:
     with toy(rule) as runtime:
         client = client_of(runtime)
         expected = ask(client, max_tokens=5).json()["choices"]
-        failed = ask(client, prompt="zz", stream=stream, temperature=1.0, speculative_config=False)
+        failed = ask(client, prompt="zz", stream=stream, temperature=1.0, seed=3, speculative_config=False)
         error = events(failed)[-1]["error"] if stream else error_of(failed, 500)
         assert (error["type"], error["code"]) == ("server_error", "request_failed")
         assert ask(client, max_tokens=5).json()["choices"] == expected
