@@ -96,7 +96,7 @@ CPU_BUILD := build/cmake/cpu
 operators: $(STAMP)
 	@{ $(CONFIGURE) -B $(CPU_BUILD) -DREDRAFT_CUDA=OFF >/dev/null && $(CMAKE) --build $(CPU_BUILD) --target operators -- --quiet; } \
 	  || { rm -f build/plugins/libredraft_operators.so; \
-	    echo "not built: libredraft_operators.so; int8 and int4 bundles run with ONNX Runtime's own products" >&2; }
+	    echo "not built: libredraft_operators.so; bundles run with ONNX Runtime's own kernels" >&2; }
 	@$(CMAKE) -P $(CPU_BUILD)/summary.cmake 2>&1 | grep '^skipped.*operators' || true
 
 # The operators, and the CUDA kernels compiled for the CPU, which the tests run. Prints only skipped libraries.

@@ -11,7 +11,7 @@ from redraft.assembly.drafters import OpenedDrafter
 from redraft.engines.manifest import DrafterRecord, GraphRecord
 from redraft.errors import UnsupportedModelError, UsageError
 from redraft.export.drafters import graph_file
-from redraft.names import COPY_SLOT, batch, drafter_graph, single
+from redraft.names import COPY_SLOT, batch, drafter_graph, operators, single
 
 if TYPE_CHECKING:
     from redraft.export.verifier import VerifierExport
@@ -56,7 +56,13 @@ def write_drafter(
 
 def _graphs(drafter: OpenedDrafter, shape: Any, folder: Path) -> dict[str, GraphRecord]:
     """Check the exported graphs, and write the one that copies a slot and those for the CPU. Returns all by role."""
-    from redraft.engines.lowering import lower_any, lower_batch, lower_chain, lower_single
+    from redraft.engines.lowering import (
+        lower_any,
+        lower_batch,
+        lower_chain,
+        lower_drafter_operators,
+        lower_single,
+    )
     from redraft.export.graph.step_graphs import export_slot_copy
 
     method, state = drafter.method, drafter.method.state(shape)
@@ -78,7 +84,13 @@ def _graphs(drafter: OpenedDrafter, shape: Any, folder: Path) -> dict[str, Graph
             several = lower_any(folder, portable, for_batches)
             if graph.chain_steps and on_cpu:
                 one = lower_chain(folder, portable, for_one)
-        graphs |= {form(role): lowered for form, lowered in ((batch, several), (single, one)) if lowered}
+        own = None
+        if on_cpu and (graph.decoder or graph.chain_steps):
+            own = lower_drafter_operators(
+                folder, portable, drafter_graph(drafter.id, operators(role)), not graph.decoder
+            )
+        forms = ((batch, several), (single, one), (operators, own))
+        graphs |= {form(role): lowered for form, lowered in forms if lowered}
     return graphs
 
 

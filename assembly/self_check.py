@@ -13,10 +13,12 @@ import numpy as np
 
 from redraft.assembly.verifier import SharedWork, write_verifier
 from redraft.config import BuildConfig, Precision
-from redraft.engines import Bundle, open_host
+from redraft.engines import Bundle
+from redraft.engines.host_device import HostDevice
 from redraft.engines.host_memory import available_bytes
 from redraft.errors import BackendError, UnsupportedModelError
 from redraft.garbage import return_memory
+from redraft.plugins.operators import find_operators
 from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.loop.decode_loop import DecodeLoop
@@ -181,7 +183,7 @@ def check_bundle(
     Returns what was compared. Raises UnsupportedModelError naming the first token that differs.
     """
     tokens = accepted = 0
-    for graph, batch in {bundle.host_graph(batch == 1): batch for batch in (1, 2)}.items():
+    for graph, batch in _host_graphs(bundle).items():
         for sampler, logits in zip(_run(bundle, graph, texts[:batch]), expected[:batch], strict=True):
             _compare(graph, sampler, logits, precision)
             tokens += len(sampler.rows)
@@ -190,26 +192,36 @@ def check_bundle(
 
 
 def check_graphs_agree(bundle: Bundle, texts: Sequence[Sequence[int]]) -> None:
-    """Run the texts as chains and as trees, alone and together. Raises UnsupportedModelError if a logit differs much.
+    """Run the texts through every graph, alone and together. Raises UnsupportedModelError if a logit differs much.
 
     On most processors they are equal to the bit, which the first opening of a bundle checks. A graph that is wrong
     differs by more than a rounded product does.
     """
-    return_memory()
-    (alone,) = _run(bundle, bundle.host_graph(True), texts[:1])
-    return_memory()
-    together, _ = _run(bundle, bundle.host_graph(False), texts[:2])
-    rows = [(row, together.rows[position]) for position, row in alone.rows.items() if position in together.rows]
-    apart = np.median([np.sqrt(np.mean(np.square(row - other))) / _spread(other) for row, other in rows])
-    if not float(apart) <= DISAGREEING:
-        raise UnsupportedModelError(
-            f"logits of a sequence alone and next to another differ by {apart:.2g} standard deviations",
-            "report this model",
-        )
+    graphs = _host_graphs(bundle)
+    runs = [(graph, count) for graph in graphs for count in (1, 2)] if len(graphs) == 1 else list(graphs.items())
+    first, *others = [_run(bundle, graph, texts[:count])[0] for graph, count in runs]
+    for (graph, _), other in zip(runs[1:], others, strict=True):
+        rows = [(row, other.rows[position]) for position, row in first.rows.items() if position in other.rows]
+        apart = float(np.median([np.sqrt(np.mean(np.square(row - found))) / _spread(found) for row, found in rows]))
+        if not apart <= DISAGREEING:
+            raise UnsupportedModelError(
+                f"logits of {runs[0][0]} for one sequence and of {graph} for {runs[1][1]} differ by {apart:.2g} "
+                "standard deviations",
+                "report this model",
+            )
+
+
+def _host_graphs(bundle: Bundle) -> dict[str, int]:
+    """Return the graphs that the CPU may run, and the number of texts to run at once."""
+    graphs = {bundle.host_graph(count == 1): count for count in (1, 2)}
+    if find_operators() is not None:
+        graphs[bundle.host_graph(False, operators=True)] = 2
+    return graphs
 
 
 def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[KnownText]:
-    """Run each text through the runtime's own decode loop."""
+    """Run each text through the runtime's own decode loop, with this graph."""
+    return_memory()
     manifest = bundle.manifest
     samplers = [KnownText(text) for text in texts]
     requests = [
@@ -217,7 +229,8 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
         for text, sampler in zip(texts, samplers, strict=True)
     ]
     rows = min(manifest.max_model_len, TEXT_TOKENS + TREES.nodes + 1)
-    verifier = open_verifier(bundle, open_host(bundle, max_num_seqs=len(texts)), len(texts), rows)
+    device = HostDevice(bundle, step_graphs=False, max_num_seqs=len(texts), verifier_graph=graph)
+    verifier = open_verifier(bundle, device, len(texts), rows)
     verifier.take_branches()
     DecodeLoop(verifier, Speculation(KnownDrafter(verifier), FixedBudget(TREES))).run(requests)
     verifier.close()

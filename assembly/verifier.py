@@ -134,7 +134,7 @@ def write_verifier(
 
     done: receives the part that is done, and the whole.
     """
-    from redraft.engines.lowering import lower_packed, lower_single
+    from redraft.engines.lowering import lower_operators, lower_packed, lower_single
     from redraft.export import verifier
 
     exported = verifier.write_verifier(traced, folder, config, lambda stage, part, whole: done(part, whole), plan)
@@ -146,6 +146,7 @@ def write_verifier(
             names.VERIFIER_BATCH: lower_packed(folder, portable),
             names.VERIFIER_SINGLE: lower_single(folder, portable),
             names.VERIFIER_FAST: lower_single(folder, portable, exact=False),
+            names.VERIFIER_OPERATORS: lower_operators(folder, portable),
         }
         graphs |= {name: record for name, record in lowered.items() if record is not None}
     return exported, graphs

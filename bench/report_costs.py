@@ -64,7 +64,11 @@ def drafter_sizes(bundle: Bundle, methods: Sequence[str]) -> dict[str, Any]:
 def _products(folder: Path, record: DrafterRecord) -> dict[str, int]:
     if find_spec("onnx") is None:
         return {}
-    graphs = {role: graph for role, graph in record.graphs.items() if not role.endswith((names.SINGLE, names.BATCH))}
+    graphs = {
+        role: graph
+        for role, graph in record.graphs.items()
+        if not role.endswith((names.SINGLE, names.BATCH, names.OPERATORS))
+    }
     by_role = {role: matrix_products(folder / graph.file) for role, graph in graphs.items()}
     return {role: count for role, count in by_role.items() if count}
 

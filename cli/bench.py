@@ -231,7 +231,7 @@ def bench(  # noqa: C901, PLR0912, PLR0915 - a command reads its options one aft
         fast = None
         if INEXACT in chosen:
             if not has_inexact(runtime, engines):
-                raise UsageError("these engines already decode inexactly", "leave `inexact` out of --methods")
+                raise UsageError("these engines have no other, inexact decoding", "leave `inexact` out of --methods")
             fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
         result = conditions(runtime, settings, engines, threads)
         if report_to:

@@ -129,7 +129,7 @@ def _products() -> Finding:
     try:
         from redraft.engines.onnxruntime_backend import register_operators, session_options
 
-        operators = find_operators("int8")
+        operators = find_operators()
         if operators is None:
             reason = missing_operators() or ""
             hint = None if reason.endswith(f"={OFF}") else "run `make operators`"

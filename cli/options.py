@@ -41,7 +41,7 @@ Inexact = Annotated[
         "--inexact",
         help="Compute single tokens of one sequence on the CPU up to a tenth faster, by kernels that round "
         "differently. A text may then differ from the same text in a batch or by another method. In fp32 few "
-        "texts differ, in int8 and int4 most longer ones.",
+        "texts differ, in int8 and int4 most longer ones. With redraft's operators (see doctor) it changes nothing.",
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="At most this many new tokens.")]

@@ -32,7 +32,9 @@ _ENTRY = re.compile(rb"\x0a.(location|offset|length)\x12(.)([\w./-]+)", re.DOTAL
 """Protobuf's form of an entry of a tensor's `external_data`: field 1, the key; field 2, its size, a name or digits."""
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I64": np.int64}
 
-VERIFIERS = (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
+VERIFIERS = (
+    names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_OPERATORS,
+)  # fmt: skip
 """The forms of the verifier's graph. Every bundle has the first one."""
 
 __all__ = ["Bundle", "BundleWriter", "open_bundle", "verifier_signature"]
@@ -52,11 +54,13 @@ class Bundle:
             raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.all_graphs))}")
         return record
 
-    def host_graph(self, single: bool, exact: bool = True) -> str:
+    def host_graph(self, single: bool, exact: bool = True, operators: bool = False) -> str:
         """The verifier's graph that the CPU runs, for one sequence at once or for any number.
 
-        One for chains only has no mask.
+        One for chains only has no mask.   operators: True if the process has redraft's operators.
         """
+        if operators and names.VERIFIER_OPERATORS in self.manifest.graphs:
+            return names.VERIFIER_OPERATORS
         one = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
         wanted = (*((one,) if single else ()), names.VERIFIER_BATCH)
         return next((name for name in wanted if name in self.manifest.graphs), names.VERIFIER)
@@ -127,7 +131,7 @@ def verifier_signature(manifest: Manifest, graph: str) -> tuple[tuple[TensorSpec
     """Inputs and outputs that a form of the verifier's graph must have."""
     inputs = signatures.verifier_inputs(manifest.shape)
     outputs = signatures.verifier_outputs(manifest.shape, manifest.hidden_states)
-    if graph == names.VERIFIER_BATCH:
+    if graph in (names.VERIFIER_BATCH, names.VERIFIER_OPERATORS):
         return signatures.packed_inputs(inputs), signatures.packed_outputs(outputs)
     if graph == names.VERIFIER_SINGLE:
         return single_chain(inputs), single_sequence(outputs)

@@ -61,11 +61,14 @@ def drafter_signatures(drafter: BuiltDrafter) -> dict[str, Signature]:
     for role, graph in drafter.method.graphs.items():
         if (batch := names.batch(role)) in drafter.record.graphs:
             found[batch] = found[role]
-        single = names.single(role)
-        if (graph.chain_steps or graph.decoder) and single in drafter.record.graphs:
+        single, operators = names.single(role), names.operators(role)
+        if graph.chain_steps or graph.decoder:
             inputs, outputs = found[role]
-            steps = graph.chain_steps(drafter.shape) if graph.chain_steps else 1
-            found[single] = single_sequence(inputs), single_chain_outputs(outputs, steps)
+            outputs = chain_outputs(outputs, graph.chain_steps(drafter.shape) if graph.chain_steps else 1)
+            if single in drafter.record.graphs:
+                found[single] = single_sequence(inputs), single_sequence(outputs)
+            if operators in drafter.record.graphs:
+                found[operators] = inputs, outputs
     return found
 
 
@@ -92,8 +95,7 @@ def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return tuple(replace(spec, shape=tuple(1 if dim == "B" else dim for dim in spec.shape)) for spec in specs)
 
 
-def single_chain_outputs(outputs: tuple[TensorSpec, ...], steps: int) -> tuple[TensorSpec, ...]:
-    """Return a chain's outputs for one sequence. Each step but the last updates the buffers by another name."""
-    single = single_sequence(outputs)
-    updates = [spec for spec in single if spec.in_place_of]
-    return (*single, *(replace(spec, name=f"{spec.name}.{step}") for step in range(steps - 1) for spec in updates))
+def chain_outputs(outputs: tuple[TensorSpec, ...], steps: int) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a chain. Each step but the last updates the buffers by another name."""
+    updates = [spec for spec in outputs if spec.in_place_of]
+    return (*outputs, *(replace(spec, name=f"{spec.name}.{step}") for step in range(steps - 1) for spec in updates))

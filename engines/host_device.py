@@ -27,6 +27,7 @@ from redraft.engines.device import (
 )
 from redraft.engines.manifest import GraphRecord
 from redraft.names import Dtype
+from redraft.plugins.operators import find_operators
 
 MOST_COPIED_BYTES = 64 << 20
 """Weights that an engine for chains and one for trees may both hold. Each engine rearranges weights for its kernels, so
@@ -130,9 +131,14 @@ class HostDevice(Device):
         self._kernels = kernels
         self._single = max_num_seqs == 1
         chains = self._single and not (exact and bundle.manifest.drafters and not self.copies_weights)
-        self.verifier_graph = verifier_graph or bundle.host_graph(chains, exact)
+        self.verifier_graph = verifier_graph or bundle.host_graph(chains, exact, find_operators() is not None)
         exact_graphs = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
         self.block_rows = BLOCK_ROWS if self.verifier_graph in exact_graphs else None
+
+    @property
+    def always_exact(self) -> bool:
+        """True if the verifier's graph is exact, and the fastest at once."""
+        return self.verifier_graph == names.VERIFIER_OPERATORS
 
     @property
     def copies_weights(self) -> bool:
@@ -170,13 +176,13 @@ class HostDevice(Device):
             return GatherFeatures(record)
         if graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
             return CompactProgram(record, self, self._kernels)
-        if graph == names.VERIFIER and self.verifier_graph == names.VERIFIER_BATCH and self.step_graphs:
-            return PaddedVerifier(load_program(self.bundle, self.verifier_graph, self._threads), record)
         if graph == names.VERIFIER:
-            graph = self.verifier_graph
-        else:
-            lowered = ([names.single(graph)] if self._single else []) + [names.batch(graph)]
-            graph = next((name for name in lowered if name in self.bundle.manifest.all_graphs), graph)
+            program = load_program(self.bundle, self.verifier_graph, self._threads)
+            packed = any(spec.name == names.PACKED_ROWS for spec in program.inputs)
+            return PaddedVerifier(program, record) if packed and self.step_graphs else program
+        own = [names.operators(graph)] if find_operators() is not None else []
+        lowered = own + ([names.single(graph)] if self._single else []) + [names.batch(graph)]
+        graph = next((name for name in lowered if name in self.bundle.manifest.all_graphs), graph)
         return load_program(self.bundle, graph, 1 if short else self._threads)
 
     def chain(self, runs: Sequence[Run]) -> InOrder:

@@ -7,6 +7,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
@@ -18,7 +19,7 @@ from redraft.engines.host_memory import available_bytes, huge_pages
 from redraft.errors import BackendError, BundleError, KernelError
 from redraft.names import TensorSpec
 from redraft.packages import gpu_requirement
-from redraft.plugins.operators import OFF, OPERATORS_VARIABLE, Operators, find_operators
+from redraft.plugins.operators import OFF, OPERATOR_NAMES, OPERATORS_VARIABLE, Operators, find_operators
 
 _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8)", "uint8": "tensor(uint8)",
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
@@ -62,7 +63,7 @@ def load_session(
     path, options = str(bundle.path / record.file), session_options(threads, log)
     if provider[0] == CPU:
         _check_memory(bundle, graph)
-        if operators := find_operators(bundle.manifest.precision):
+        if _has_operators(Path(path)) and (operators := find_operators()):
             register_operators(options, operators)
     else:
         start_provider(provider[0])
@@ -82,12 +83,21 @@ def load_session(
     return session
 
 
+def _has_operators(path: Path) -> bool:
+    """Return True if a graph's file has one of redraft's operators.
+
+    In a graph that does not import com.microsoft, a session that registers them lacks ONNX Runtime's own operators.
+    """
+    data = path.read_bytes()
+    return any(name.encode() in data for name in OPERATOR_NAMES)
+
+
 def register_operators(options: ort.SessionOptions, operators: Operators) -> None:
     """Let a session compute with these operators. Raises KernelError if they refuse this ONNX Runtime."""
     try:
         options.register_custom_ops_library(str(operators.path))
     except Exception as error:  # ONNX Runtime's errors have no class in common
-        hint = f"set {OPERATORS_VARIABLE}={OFF} to run ONNX Runtime's own products"
+        hint = f"set {OPERATORS_VARIABLE}={OFF} to run ONNX Runtime's own kernels"
         raise KernelError(f"{operators.path}: {_one_line(error)}", hint) from error
 
 

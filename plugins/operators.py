@@ -1,7 +1,7 @@
-"""The operators for ONNX Runtime's CPU provider: products of weights with 4 and 8 bits by redraft's kernels.
+"""The operators for ONNX Runtime's CPU provider: products of weights with 4 and 8 bits, and attention over trees.
 
-A session that registers the library runs `com.microsoft.MatMulNBits` with it. Graphs stay as they are, and sessions
-without it run them with ONNX Runtime's own kernels.
+A session that registers the library runs `com.microsoft.MatMulNBits` with it, in graphs that also run without it. For
+the attention, bundles have graphs of their own (`redraft.names.VERIFIER_OPERATORS`) beside those for ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from redraft.config import ROUNDED_BY_PRODUCT
 from redraft.errors import KernelError
-from redraft.names import Precision
+from redraft.names import CPU_TREE_ATTENTION
 from redraft.plugins.library import BUILD
 
 OPERATORS_VARIABLE = "REDRAFT_OPERATORS"
 OFF = "off"
 OPERATORS_LIBRARY = "libredraft_operators.so"
+OPERATOR_NAMES = ("MatMulNBits", CPU_TREE_ATTENTION)
 PLAIN = "scalar"
-"""The kernels' name for plain C++, which is slower than ONNX Runtime's own products."""
+"""The kernels' name for plain C++, which is slower than ONNX Runtime's own."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class Operators:
 
 
 def missing_operators(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the reason why ONNX Runtime's own products run, or None if the library exists."""
+    """Return the reason why ONNX Runtime's own kernels run, or None if the library exists."""
     if environment.get(OPERATORS_VARIABLE) == OFF:
         return f"{OPERATORS_VARIABLE}={OFF}"
     path = _library_path(environment)
     return None if path.exists() else f"no operators at {path}"
 
 
-def find_operators(precision: Precision, environment: Mapping[str, str] = os.environ) -> Operators | None:
-    """Return the library that REDRAFT_OPERATORS names, else that of build/plugins, for bundles of this precision.
+def find_operators(environment: Mapping[str, str] = os.environ) -> Operators | None:
+    """Return the library that REDRAFT_OPERATORS names, else that of build/plugins.
 
-    Returns None if the precision has no products for it, if the variable is `off`, if none was built, and if this
-    processor has none of its instruction sets. A process keeps its first answer, so that its engines compute alike.
+    Returns None if the variable is `off`, if none was built, and if this processor has none of its instruction sets. A
+    process keeps its first answer, so that its engines compute alike.
     Raises KernelError if the library that the variable names is missing, and for one that does not load.
     """
-    if precision not in ROUNDED_BY_PRODUCT or environment.get(OPERATORS_VARIABLE) == OFF:
+    if environment.get(OPERATORS_VARIABLE) == OFF:
         return None
     found = _open(_library_path(environment))
     if found is None and environment.get(OPERATORS_VARIABLE):

@@ -28,12 +28,16 @@ VERIFIER_SINGLE = "verifier.single"
 """The same, to the bit, for chains of one sequence (absent if the kernel does not fit the model)."""
 VERIFIER_FAST = "verifier.fast"
 """As `VERIFIER_SINGLE`, but a single row may differ from several in its last bits, and is faster for it."""
+VERIFIER_OPERATORS = "verifier.operators"
+"""The same for redraft's own attention on CPUs, any batch: one graph, exact and fast (absent in halves)."""
 
 DRAFT, STEER, RESAMPLE, COPY_SLOT = "draft", "steer", "resample", "copy_slot"
 """Roles of a drafter's graphs: draft a fresh tree, compute its steering before, resample the last draft's unused steps,
 copy state between slots."""
 SINGLE = ".single"
 """Suffix of a role whose graph is lowered for one sequence, like `VERIFIER_SINGLE`."""
+OPERATORS = ".operators"
+"""Suffix of a role whose graph is for redraft's operators, any batch, like `VERIFIER_OPERATORS`."""
 BATCH = ".batch"
 """Suffix of a role whose graph is the portable one with the CPU's form of `ADD_NOISE`, for any batch."""
 
@@ -111,6 +115,8 @@ SAMPLING_DEFAULTS = (DO_SAMPLE, "temperature", "top_k", "top_p", "min_p", "repet
 TREE_ATTENTION_DOMAIN = "redraft"
 TREE_ATTENTION = "TreeAttention"
 TREE_ATTENTION_INPUTS = 9
+CPU_TREE_ATTENTION = "CpuTreeAttention"
+"""Its form for redraft's operators on CPUs, with a rotation and packed rows."""
 """Inputs of every TreeAttention node; sinks are an optional one more."""
 ADD_NOISE, TOKEN_HASHES, QUADRATIC = "AddNoise", "TokenHashes", "Quadratic"
 """Another operator of that domain, and the functions in its body: the hash, which the CPU has in another form, and a
@@ -155,6 +161,11 @@ def single(graph: str) -> str:
 def batch(graph: str) -> str:
     """Name of the same graph with the CPU's form of the noise, for any batch."""
     return f"{graph}{BATCH}"
+
+
+def operators(graph: str) -> str:
+    """Name of the same graph for redraft's operators, for any batch."""
+    return f"{graph}{OPERATORS}"
 
 
 def key_cache(layer: int) -> str:

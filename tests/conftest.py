@@ -127,7 +127,7 @@ def operators_library() -> Operators:
     path = BUILD / OPERATORS_LIBRARY
     if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler here to build the operators")
-    found = find_operators("int8", {OPERATORS_VARIABLE: str(path)})
+    found = find_operators({OPERATORS_VARIABLE: str(path)})
     assert found is not None
     return found
 

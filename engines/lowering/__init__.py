@@ -2,6 +2,7 @@
 
 redraft::TreeAttention        -> products and a softmax, any batch (`batch`), of packed or padded rows (`rows`)
                                  com.microsoft.GroupQueryAttention, one sequence, rotation inside it (`single`)
+                                 redraft's own kernel, any batch, rotation inside it (`operators`)
 redraft::AddNoise             -> the hash in int32, skipped if no sequence of a call has noise
 Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
 
@@ -28,9 +29,10 @@ from onnx_ir.passes.common import (
 
 from redraft import names, noise_spec
 from redraft.engines.bundle import single_chain
-from redraft.engines.drafters import single_chain_outputs, single_sequence
+from redraft.engines.drafters import chain_outputs, single_sequence
 from redraft.engines.lowering.batch import BatchAttention
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
+from redraft.engines.lowering.operators import OperatorAttention, fits_operator
 from redraft.engines.lowering.single import (
     ChainAttention,
     SingleAttention,
@@ -57,6 +59,23 @@ def lower_packed(folder: Path, portable: GraphRecord) -> GraphRecord | None:
         lowered.lower(node)
     inputs, outputs = packed_inputs(portable.inputs), packed_outputs(portable.outputs)
     return _save(model, folder, GraphRecord(f"{names.VERIFIER_BATCH}.onnx", inputs, outputs))
+
+
+def lower_operators(folder: Path, portable: GraphRecord) -> GraphRecord | None:
+    """Write `folder`/verifier.operators.onnx, the form of the verifier's graph for redraft's operators, of packed rows.
+
+    Returns its record. Writes nothing and returns None if a layer does not fit the operator.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions or not all(map(fits_operator, attentions)):
+        return None
+    _pack(model.graph)
+    lowered = OperatorAttention(model.graph)
+    for node in attentions:
+        lowered.lower(node)
+    inputs, outputs = packed_inputs(portable.inputs), packed_outputs(portable.outputs)
+    return _save(model, folder, GraphRecord(f"{names.VERIFIER_OPERATORS}.onnx", inputs, outputs))
 
 
 def lower_batch(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
@@ -116,8 +135,28 @@ def lower_chain(folder: Path, portable: GraphRecord, name: str) -> GraphRecord |
     lowered = ChainAttention(model.graph)
     for number, node in enumerate(attentions):
         _write_in_place(model.graph, lowered.lower(node), number, last=node is attentions[-1])
-    outputs = single_chain_outputs(portable.outputs, len(attentions))
+    outputs = single_sequence(chain_outputs(portable.outputs, len(attentions)))
     return _save(model, folder, GraphRecord(f"{name}.onnx", single_sequence(portable.inputs), outputs))
+
+
+def lower_drafter_operators(folder: Path, portable: GraphRecord, name: str, chain: bool) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, the form of a drafter's graph for redraft's operators, any batch, padded rows.
+
+    chain: True if its nodes write to the same buffers, in place like those of `lower_chain`. Returns its record. Writes
+    nothing and returns None if a layer does not fit the operator.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions or not all(map(fits_operator, attentions)):
+        return None
+    lower_noise(model)
+    lowered = OperatorAttention(model.graph)
+    for number, node in enumerate(attentions):
+        made = lowered.lower(node)
+        if chain:
+            _write_in_place(model.graph, made, number, last=node is attentions[-1])
+    outputs = chain_outputs(portable.outputs, len(attentions)) if chain else portable.outputs
+    return _save(model, folder, GraphRecord(f"{name}.onnx", portable.inputs, outputs))
 
 
 def lower_any(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    products, floors = Products(BUILD / "libredraft_products.so"), _floors()
+    products, floors = Products(BUILD / "libredraft_operators.so"), _floors()
     print(f"{products.isa}, ONNX Runtime {ort.__version__}")
     table = [["bits", "shape", "rows", "us", "of t(1)", "over_floor", "of_peak", "over_theirs"]]
     for bits, shape in product(args.bits, args.shapes):

@@ -51,7 +51,7 @@ def identity_of(bundle: Bundle, device: Device, threads: int | None, max_num_seq
     """Return the identity of a bundle's figures on a device."""
     manifest, graph, operators = bundle.manifest, names.VERIFIER, None
     if isinstance(device, HostDevice):
-        graph, operators = device.verifier_graph, find_operators(manifest.precision)
+        graph, operators = device.verifier_graph, find_operators()
     return {
         "build": manifest.build_key,
         "graph": manifest.files[manifest.graphs[graph].file].sha256,

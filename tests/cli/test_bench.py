@@ -157,7 +157,7 @@ def test_turns_that_no_longer_fit_are_counted(
 def test_inexact_decoding_is_refused_if_it_is_the_same(refused: Refused, bundle: Path, prompts: Path) -> None:
     arguments = ("bench", "--engines", bundle, "--prompts", prompts, "--methods", "inexact")
     for option in (("--inexact",), ("--device", "cpu")):
-        assert "these engines already decode inexactly" in refused(*arguments, *option, status=2)
+        assert "these engines have no other, inexact decoding" in refused(*arguments, *option, status=2)
     assert "--budget would do nothing" in refused(*arguments, "--budget", "nodes=1,depth=1,width=1", status=2)
 
 

@@ -262,39 +262,38 @@ def test_an_older_onnx_runtime_is_refused_with_a_status(operators_library: Opera
 
 def test_the_library_is_found_by_variable_and_precision(operators_library: Operators, tmp_path: Path) -> None:
     named = {OPERATORS_VARIABLE: str(operators_library.path)}
-    found = find_operators("int8", named)
+    found = find_operators(named)
     assert found == operators_library
     assert len(found.digest) == 64
     assert found.identity == f"{found.digest[:16]} {found.instruction_set}"
-    assert find_operators("int4", named) == found
-    assert find_operators("fp32", named) is None
+    assert find_operators(named) == found
     assert missing_operators(named) is None
-    assert find_operators("int8", {OPERATORS_VARIABLE: OFF}) is None
+    assert find_operators({OPERATORS_VARIABLE: OFF}) is None
     assert missing_operators({OPERATORS_VARIABLE: OFF}) == f"{OPERATORS_VARIABLE}={OFF}"
     with pytest.raises(KernelError, match=f"no operators at {tmp_path}/none.so"):
-        find_operators("int8", {OPERATORS_VARIABLE: f"{tmp_path}/none.so"})
+        find_operators({OPERATORS_VARIABLE: f"{tmp_path}/none.so"})
 
 
 def test_without_a_built_library_there_are_no_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = tmp_path / operators.OPERATORS_LIBRARY
     monkeypatch.setattr(operators, "BUILD", tmp_path)
-    assert find_operators("int8", {OPERATORS_VARIABLE: ""}) is None
+    assert find_operators({OPERATORS_VARIABLE: ""}) is None
     assert missing_operators({}) == f"no operators at {built}"
     built.write_bytes(b"built while the process runs")
-    assert find_operators("int8", {}) is None  # engines of a process compute alike
+    assert find_operators({}) is None  # engines of a process compute alike
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     with pytest.raises(KernelError, match="does not load"):
-        find_operators("int8", {OPERATORS_VARIABLE: str(broken)})
+        find_operators({OPERATORS_VARIABLE: str(broken)})
 
 
 def test_libraries_without_the_operators_are_refused(operators_library: Operators) -> None:
     for other in (
         Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_shared.so",
-        operators_library.path.with_name("libredraft_products.so"),
+        operators_library.path.with_name("libredraft_kernels_cpu.so"),
     ):
         with pytest.raises(KernelError, match="is not a library of redraft's operators"):
-            find_operators("int8", {OPERATORS_VARIABLE: str(other)})
+            find_operators({OPERATORS_VARIABLE: str(other)})
     with pytest.raises(KernelError, match="RegisterCustomOps"):
         register_operators(session_options(1, "error"), replace(operators_library, path=other))
 
@@ -306,4 +305,4 @@ def test_plain_c_plus_plus_does_not_replace_onnx_runtimes_products(
     shutil.copy(operators_library.path, copy)
     assert ctypes.CDLL(str(copy)).redraft_products_use(operators.PLAIN.encode()) == 0
     with pytest.raises(KernelError, match="no instruction set"):
-        find_operators("int8", {OPERATORS_VARIABLE: str(copy)})
+        find_operators({OPERATORS_VARIABLE: str(copy)})

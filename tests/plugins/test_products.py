@@ -31,7 +31,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
 @pytest.fixture(scope="module")
 def products() -> Products:
     """The library of `make kernels-cpu`. Skips only if no C++ compiler can build it."""
-    path = BUILD / "libredraft_products.so"
+    path = BUILD / "libredraft_operators.so"
     if not path.exists() and not _compiler():
         pytest.skip("no C++ compiler here to build the products")
     return Products(path)

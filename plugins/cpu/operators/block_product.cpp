@@ -10,15 +10,14 @@
 
 #include "../products/products.h"
 #include "file_pages.h"
+#include "shares.h"
 #include "values.h"
 
 namespace redraft::operators {
 namespace {
 
 constexpr size_t kLine = 64;                  // alignment of packed weights and scratch memory, in bytes
-constexpr int64_t kShare = int64_t{1} << 17;  // multiplications that are worth waking a thread for: about 5 us
-constexpr int64_t kQuantizedShare = 1 << 13;  // activations, for the same
-constexpr int64_t kMostShares = 64;           // of a call; idle threads take the next one
+constexpr int64_t kQuantizedShare = 1 << 13;  // activations that are worth waking a thread for
 
 struct FreeAligned {
   void operator()(void *memory) const { free(memory); }
@@ -43,23 +42,6 @@ void *thread_scratch(int64_t bytes) {
     size = bytes;
   }
   return memory.get();
-}
-
-// Calls run(first, last) for even shares of 0 .. count - 1, on the session's threads if there are several.
-template <typename Run>
-void in_shares(const OrtApi &api, OrtKernelContext *context, int64_t count, int64_t shares, const Run &run) {
-  shares = std::min({shares, count, kMostShares});
-  if (shares <= 1) return run(0, count);
-  struct Task {
-    const Run &run;
-    int64_t count, shares;
-  } task{run, count, shares};
-  const auto one = [](void *data, size_t share) {
-    const Task &task = *static_cast<const Task *>(data);
-    const auto number = static_cast<int64_t>(share);
-    task.run(task.count * number / task.shares, task.count * (number + 1) / task.shares);
-  };
-  check(api.KernelContext_ParallelFor(context, one, shares, 0, &task));
 }
 
 // Returns the bytes of an input that is a constant of `count` elements.

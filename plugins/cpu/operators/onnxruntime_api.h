@@ -19,7 +19,7 @@ struct OrtValue;
 constexpr uint32_t kApiVersion = 17;
 constexpr char kFirstRelease[] = "1.17";
 enum OrtErrorCode : int { kFail = 1, kInvalidArgument = 2 };
-enum OrtElementType : int { kFloat = 1, kUint8 = 2, kInt32 = 6 };
+enum OrtElementType : int { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kBool = 9 };
 enum OrtPresence : int { kRequired = 0, kOptional = 1 };
 
 // Each unused_N is the gap before the entry at position N.
@@ -37,7 +37,8 @@ struct OrtApi {
   OrtStatus *(*GetDimensions)(const OrtTensorInfo *, int64_t *, size_t count);
   void *unused_65[2];
   OrtStatus *(*GetTensorTypeAndShape)(const OrtValue *, OrtTensorInfo **);
-  void *unused_86[20];
+  void *unused_85[19];
+  OrtStatus *(*KernelInfoGetAttribute_float)(const OrtKernelInfo *, const char *name, float *);
   OrtStatus *(*KernelInfoGetAttribute_int64)(const OrtKernelInfo *, const char *name, int64_t *);
   void *unused_90[3];
   OrtStatus *(*KernelContext_GetInput)(const OrtKernelContext *, size_t index, const OrtValue **);  // null: absent
@@ -61,6 +62,7 @@ REDRAFT_AT(CreateCustomOpDomain, 26);
 REDRAFT_AT(GetTensorMutableData, 51);
 REDRAFT_AT(GetTensorElementType, 60);
 REDRAFT_AT(GetTensorTypeAndShape, 65);
+REDRAFT_AT(KernelInfoGetAttribute_float, 85);
 REDRAFT_AT(KernelInfoGetAttribute_int64, 86);
 REDRAFT_AT(KernelContext_GetInput, 90);
 REDRAFT_AT(ReleaseTensorTypeAndShapeInfo, 99);

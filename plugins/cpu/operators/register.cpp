@@ -1,21 +1,19 @@
 // The entry that ONNX Runtime calls (`SessionOptions.register_custom_ops_library`).
 //
-// The operator has the name of one that ONNX Runtime has: a session looks for kernels among registered operators first.
-// So it computes stored graphs as they are, and all that ONNX Runtime does to a graph stays the same.
+// The product has the name of an operator that ONNX Runtime has: a session looks for kernels among registered operators
+// first. So it computes stored graphs as they are, and all that ONNX Runtime does to a graph stays the same.
 
 #include <limits.h>
 
-#include <mutex>
 #include <string>
 
 #include "block_product.h"
 #include "onnxruntime_api.h"
+#include "tree_attention.h"
 #include "values.h"
 
 namespace redraft::operators {
 namespace {
-
-constexpr char kDomain[] = "com.microsoft";
 
 // Runs work and turns what it throws into a status.
 template <typename Work>
@@ -32,61 +30,76 @@ OrtStatus *guarded(const OrtApi &api, const Work &work) {
   }
 }
 
-struct Kernel {
-  Kernel(const OrtApi &api, const OrtKernelInfo *info) : api(api), product(api, info) {}
+template <typename Kernel>
+struct Made {
   const OrtApi &api;
-  BlockProduct product;
+  Kernel kernel;
 };
 
-OrtStatus *create(const OrtCustomOp *, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
-  return guarded(*api, [=] { *kernel = new Kernel(*api, info); });
-}
-
-OrtStatus *compute(void *kernel, OrtKernelContext *context) {
-  const Kernel &found = *static_cast<const Kernel *>(kernel);
-  return guarded(found.api, [&] { found.product.compute(context); });
-}
-
-void destroy(void *kernel) { delete static_cast<Kernel *>(kernel); }
-
-OrtElementType input_type(const OrtCustomOp *, size_t index) {
-  if (index == kCodes || index == kZeroPoints) return kUint8;
-  return index == kGroupIndex ? kInt32 : kFloat;
-}
-
-OrtCustomOp block_product() {
+// An operator whose kernel is a `Kernel`, with the parts that all of them share.
+template <typename Kernel>
+OrtCustomOp operator_of() {
   OrtCustomOp op{};
   op.version = kApiVersion;
-  op.GetName = [](const OrtCustomOp *) { return "MatMulNBits"; };
   op.GetExecutionProviderType = [](const OrtCustomOp *) -> const char * { return nullptr; };
-  op.GetInputType = input_type;
-  op.GetInputTypeCount = [](const OrtCustomOp *) -> size_t { return kInputs; };
   op.GetOutputType = [](const OrtCustomOp *, size_t) { return kFloat; };
-  op.GetOutputTypeCount = [](const OrtCustomOp *) -> size_t { return 1; };
-  op.KernelDestroy = destroy;
-  op.GetInputCharacteristic = [](const OrtCustomOp *, size_t i) { return i < kZeroPoints ? kRequired : kOptional; };
   op.GetOutputCharacteristic = [](const OrtCustomOp *, size_t) { return kRequired; };
   op.GetInputMemoryType = [](const OrtCustomOp *, size_t) { return 0; };
-  op.CreateKernelV2 = create;
-  op.KernelComputeV2 = compute;
+  op.CreateKernelV2 = [](const OrtCustomOp *, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
+    return guarded(*api, [=] { *kernel = new Made<Kernel>{*api, Kernel(*api, info)}; });
+  };
+  op.KernelComputeV2 = [](void *kernel, OrtKernelContext *context) {
+    const auto &found = *static_cast<Made<Kernel> *>(kernel);
+    return guarded(found.api, [&] { found.kernel.compute(context); });
+  };
+  op.KernelDestroy = [](void *kernel) { delete static_cast<Made<Kernel> *>(kernel); };
   op.GetStartVersion = [](const OrtCustomOp *) { return 1; };
   op.GetEndVersion = [](const OrtCustomOp *) { return INT_MAX; };
   return op;
 }
 
-// Returns the domain with the operators. Sessions point to it, so it is made once and never released.
-OrtCustomOpDomain *domain(const OrtApi &api) {
-  static const OrtCustomOp op = block_product();
-  static std::mutex lock;
-  static OrtCustomOpDomain *made = nullptr;
-  const std::lock_guard<std::mutex> guard(lock);
-  if (made == nullptr) {
-    OrtCustomOpDomain *fresh = nullptr;
-    check(api.CreateCustomOpDomain(kDomain, &fresh));
-    check(api.CustomOpDomain_Add(fresh, &op));
-    made = fresh;
-  }
-  return made;
+OrtCustomOp block_product() {
+  OrtCustomOp op = operator_of<BlockProduct>();
+  op.GetName = [](const OrtCustomOp *) { return "MatMulNBits"; };
+  op.GetInputType = [](const OrtCustomOp *, size_t index) {
+    if (index == kCodes || index == kZeroPoints) return kUint8;
+    return index == kGroupIndex ? kInt32 : kFloat;
+  };
+  op.GetInputTypeCount = [](const OrtCustomOp *) -> size_t { return kInputs; };
+  op.GetInputCharacteristic = [](const OrtCustomOp *, size_t i) { return i < kZeroPoints ? kRequired : kOptional; };
+  op.GetOutputTypeCount = [](const OrtCustomOp *) -> size_t { return 1; };
+  return op;
+}
+
+OrtCustomOp tree_attention() {
+  OrtCustomOp op = operator_of<TreeAttention>();
+  op.GetName = [](const OrtCustomOp *) { return "CpuTreeAttention"; };
+  op.GetInputType = [](const OrtCustomOp *, size_t index) {
+    if (index == kTreeMask) return kBool;
+    return (index >= kPositions && index <= kKvLen) || index == kPackedRows ? kInt64 : kFloat;
+  };
+  op.GetInputTypeCount = [](const OrtCustomOp *) -> size_t { return kAttentionInputs; };
+  op.GetInputCharacteristic = [](const OrtCustomOp *, size_t i) {
+    return i == kK || i == kV || i >= kSinks ? kOptional : kRequired;
+  };
+  op.GetOutputTypeCount = [](const OrtCustomOp *) -> size_t { return kAttentionOutputs; };
+  return op;
+}
+
+OrtCustomOpDomain *made(const OrtApi &api, const char *name, const OrtCustomOp &op) {
+  OrtCustomOpDomain *fresh = nullptr;
+  check(api.CreateCustomOpDomain(name, &fresh));
+  check(api.CustomOpDomain_Add(fresh, &op));
+  return fresh;
+}
+
+// Adds the domains with the operators. Sessions point to them, so they are made once and never released.
+void add_domains(const OrtApi &api, OrtSessionOptions *options) {
+  static const OrtCustomOp product = block_product(), attention = tree_attention();
+  static OrtCustomOpDomain *const products = made(api, "com.microsoft", product);
+  static OrtCustomOpDomain *const attentions = made(api, "redraft", attention);
+  check(api.AddCustomOpDomain(options, products));
+  check(api.AddCustomOpDomain(options, attentions));
 }
 
 }  // namespace
@@ -101,5 +114,5 @@ extern "C" __attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(O
                                 " or newer, found " + base->GetVersionString();
     return base->GetApi(1)->CreateStatus(kFail, message.c_str());  // every version has this entry at this place
   }
-  return guarded(*api, [=] { check(api->AddCustomOpDomain(options, domain(*api))); });
+  return guarded(*api, [=] { add_domains(*api, options); });
 }

@@ -31,6 +31,12 @@ int64_t attribute(const OrtApi &api, const OrtKernelInfo *info, const char *name
   return value;
 }
 
+float float_attribute(const OrtApi &api, const OrtKernelInfo *info, const char *name) {
+  float value = 0;
+  check(api.KernelInfoGetAttribute_float(info, name, &value));
+  return value;
+}
+
 bool has_input(const OrtApi &api, const OrtKernelInfo *info, size_t index) {
   size_t count = 0;
   check(api.KernelInfo_GetInputCount(info, &count));

@@ -33,6 +33,7 @@ struct Tensor {
 };
 
 int64_t attribute(const OrtApi &api, const OrtKernelInfo *info, const char *name);
+float float_attribute(const OrtApi &api, const OrtKernelInfo *info, const char *name);
 
 // True if the node has this input. An optional one before another may have an empty name.
 bool has_input(const OrtApi &api, const OrtKernelInfo *info, size_t index);

@@ -1,9 +1,6 @@
 // The C entries that choose an instruction set and call it.
 
-#include <string.h>
-
-#include <atomic>
-
+#include "../chosen.h"
 #include "packed.h"
 #include "products.h"
 
@@ -27,19 +24,9 @@ const Kernels *const kAll[] = {
     &kScalar,
 };
 
-std::atomic<const Kernels *> in_use{nullptr};
+Chosen chosen(kAll);
 
-const Kernels &kernels() {
-  const Kernels *found = in_use.load(std::memory_order_relaxed);
-  if (found != nullptr) return *found;
-  for (const Kernels *each : kAll) {
-    if (!each->is_here()) continue;
-    found = each;
-    break;
-  }
-  in_use.store(found, std::memory_order_relaxed);
-  return *found;
-}
+const Kernels &kernels() { return chosen.get(); }
 
 const Packed &matrix(const void *packed) { return *static_cast<const Packed *>(packed); }
 
@@ -52,14 +39,7 @@ int redraft_products_abi(void) { return REDRAFT_PRODUCTS_ABI; }
 
 const char *redraft_products_isa(void) { return kernels().isa; }
 
-int redraft_products_use(const char *isa) {
-  for (const Kernels *each : kAll) {
-    if (strcmp(each->isa, isa) != 0 || !each->is_here()) continue;
-    in_use.store(each, std::memory_order_relaxed);
-    return 0;
-  }
-  return 1;
-}
+int redraft_products_use(const char *isa) { return chosen.use(isa); }
 
 int64_t redraft_products_tiles(const void *packed) { return matrix(packed).tiles; }
 

@@ -47,9 +47,9 @@ def case(request, tmp_path_factory):
     return request.param, lowered(request.param, tmp_path_factory.mktemp("case"))
 
 
-def test_rows_trees_slots_and_batches_change_no_bit(case):
+def test_rows_trees_slots_and_batches_change_no_bit(case, operators_library):
     decoder, bundle = case
-    for form, max_num_seqs in ((names.VERIFIER_BATCH, 4), (names.VERIFIER_SINGLE, 1)):
+    for form, max_num_seqs in ((names.VERIFIER_BATCH, 4), (names.VERIFIER_SINGLE, 1), (names.VERIFIER_OPERATORS, 4)):
         if form in bundle.manifest.graphs:
             found = measure_exactness(open_verifier(decoder, bundle, form, max_num_seqs))
             assert found.holds, (form, found.differences)
@@ -83,8 +83,8 @@ def long_bundle(tmp_path_factory):
     return lowered(LONG, tmp_path_factory.mktemp("long"))
 
 
-@pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_SINGLE])
-def test_the_number_of_committed_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form):
+@pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_OPERATORS])
+def test_the_number_of_committed_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, operators_library):
     """Over multiples of the rows that products sum at a time."""
     verifier = open_verifier(LONG, long_bundle, form, 1)
     text = np.random.default_rng(2).integers(0, LONG.vocabulary, 390)
@@ -124,8 +124,9 @@ def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle):
         assert found[seen].tobytes() == whole[past : past + len(seen)].tobytes(), past
 
 
-def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle):
-    verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 8)
+@pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_OPERATORS])
+def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle, form, operators_library):
+    verifier = open_verifier(LONG, long_bundle, form, 8)
     text, *others = np.random.default_rng(4).integers(0, LONG.vocabulary, (8, 60))
     (whole,) = verifier.logits([chain(text)], [0])
     for slot in (0, 3, 7):
@@ -170,18 +171,20 @@ def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
     assert [bundle.host_graph(True), bundle.host_graph(True, exact=False), bundle.host_graph(False, exact=False)] == [
         names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_BATCH,
     ]  # fmt: skip
+    assert [bundle.host_graph(True, operators=True), only.host_graph(True, operators=True)] == [
+        names.VERIFIER_OPERATORS, names.VERIFIER,
+    ]  # fmt: skip
 
 
+@pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_OPERATORS])
 @pytest.mark.parametrize("heads", SHARED, ids=str)
-def test_threads_that_share_a_product_change_no_bit(heads, tmp_path):
+def test_threads_that_share_a_product_change_no_bit(heads, form, tmp_path, operators_library):
     """Over one block of keys and several, one row and many, alone and in a batch."""
     q_heads, kv_heads, head_dim = heads
     decoder = Decoder(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, layers=1, max_positions=700)
     bundle = lowered(decoder, tmp_path)
     text = np.random.default_rng(6).integers(0, decoder.vocabulary, 660)
-    alone, *shared = (
-        open_form(decoder, bundle, names.VERIFIER_BATCH, slots, threads) for threads, slots in ((1, 1), (4, 3), (16, 3))
-    )
+    alone, *shared = (open_form(decoder, bundle, form, slots, threads) for threads, slots in ((1, 1), (4, 3), (16, 3)))
     done = 0
     for kv_len in (70, 130, 300, 600):
         for verifier in (alone, *shared):

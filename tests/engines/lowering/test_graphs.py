@@ -12,7 +12,7 @@ import pytest
 from redraft import names
 from redraft.engines import Calls, open_calls
 from redraft.engines.bundle import Bundle
-from redraft.engines.lowering import lower_packed, lower_single
+from redraft.engines.lowering import lower_operators, lower_packed, lower_single
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
 
@@ -38,7 +38,7 @@ LARGE = {
     "sinks of every head": Decoder(kv_heads=4, sinks=True),
 }
 """Decoders without a graph for one sequence: the kernel refuses them, or rounds differently from the batch's."""
-FORMS = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
+FORMS = (names.VERIFIER_BATCH, names.VERIFIER_OPERATORS, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
 
 
 def lowered(decoder: Decoder, folder) -> Bundle:
@@ -46,7 +46,12 @@ def lowered(decoder: Decoder, folder) -> Bundle:
     save_verifier(decoder, folder)
     manifest = manifest_of(decoder)
     portable = manifest.graphs[names.VERIFIER]
-    made = (lower_packed(folder, portable), lower_single(folder, portable), lower_single(folder, portable, exact=False))
+    made = (
+        lower_packed(folder, portable),
+        lower_operators(folder, portable),
+        lower_single(folder, portable),
+        lower_single(folder, portable, exact=False),
+    )
     forms = {name: record for name, record in zip(FORMS, made, strict=True) if record}
     return Bundle(folder, replace(manifest, graphs={**manifest.graphs, **forms}))
 
@@ -97,10 +102,11 @@ def run(engine: Calls, decoder: Decoder, nodes: int, past: int, chain: bool = Fa
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *LARGE])
-def test_lowered_graphs_equal_the_portable_one(name, tmp_path):
+def test_lowered_graphs_equal_the_portable_one(name, tmp_path, operators_library):
     decoder = {**DECODERS, **LARGE}[name]
     bundle = lowered(decoder, tmp_path)
-    assert set(bundle.manifest.graphs) == {names.VERIFIER, *(FORMS[:1] if name in LARGE else FORMS)}
+    own = {names.VERIFIER_OPERATORS} if decoder.head_dim % 16 == 0 else set()
+    assert set(bundle.manifest.graphs) - own == {names.VERIFIER, FORMS[0], *(() if name in LARGE else FORMS[2:])}
     portable = open_calls(bundle, threads=1)
     for form in list(bundle.manifest.graphs)[1:]:
         engine = open_calls(bundle, form, threads=1)
@@ -144,6 +150,14 @@ def test_a_layer_of_the_graph_for_batches_rotates_once_and_moves_only_new_column
     assert found["GatherElements"] == 2 * decoder.layers + 1
     assert found["If"] == decoder.layers
     assert found["Where"] == 2  # once a call
+
+
+def test_a_layer_for_the_operators_keeps_its_attention_and_splits_nothing_but_gate_and_up(tmp_path):
+    decoder = Decoder(layers=3)
+    lowered(decoder, tmp_path)
+    found = operators(tmp_path / "verifier.operators.onnx")
+    assert found[names.CPU_TREE_ATTENTION] == found["Split"] == decoder.layers
+    assert not {"RotaryEmbedding", "TensorScatter", names.TREE_ATTENTION} & set(found)
 
 
 def test_nodes_between_split_and_attention_stay(tmp_path):

@@ -1,0 +1,20 @@
+#include <immintrin.h>
+
+#include "attend.h"
+#include "transpose_avx.h"
+
+namespace {
+
+struct Avx512 : AvxTranspose {
+  typedef float Floats __attribute__((vector_size(64)));
+  typedef int32_t Ints __attribute__((vector_size(64)));
+  static constexpr int kLanes = 16, kMostRows = 12;
+  static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+};
+
+bool is_here() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
+
+}  // namespace
+
+const Kernels redraft::attention::kAvx512 = {"avx512", is_here, Attend<Avx512>::write, Attend<Avx512>::attend,
+                                             Attend<Avx512>::merge};

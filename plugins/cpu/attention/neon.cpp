@@ -1,0 +1,20 @@
+#include <arm_neon.h>
+
+#include "attend.h"
+#include "transpose.h"
+
+namespace {
+
+struct Neon : Transpose {
+  typedef float Floats __attribute__((vector_size(16)));
+  typedef int32_t Ints __attribute__((vector_size(16)));
+  static constexpr int kLanes = 4, kMostRows = 6;
+  static Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+};
+
+bool is_here() { return true; }
+
+}  // namespace
+
+const Kernels redraft::attention::kNeon = {"neon", is_here, Attend<Neon>::write, Attend<Neon>::attend,
+                                           Attend<Neon>::merge};
