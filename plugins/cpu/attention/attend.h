@@ -45,7 +45,8 @@ struct Attend {
     y = Isa::fma(y, r, all(1.6666665459e-1f));
     y = Isa::fma(y, r, all(5.0000001201e-1f));
     y = Isa::fma(y, r * r, r) + all(1.0f);
-    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(y) + (reinterpret_cast<Ints>(shifted) << 23));
+    const auto scaled = reinterpret_cast<Floats>(reinterpret_cast<Ints>(y) + (reinterpret_cast<Ints>(shifted) << 23));
+    return x == x ? scaled : x;
   }
 
   static float exp_of(float x) { return exp(all(x))[0]; }
@@ -242,6 +243,10 @@ struct Attend {
     }
     const float *from[kKeys];
     for (int64_t group = low / kKeys * kKeys; group < high; group += kKeys) {
+      for (int64_t at = 0; at < kKeys * size; at += 16) {  // while this group is computed, memory reads ahead
+        __builtin_prefetch(keys + (group + 2 * kKeys) * size + at);
+        __builtin_prefetch(values + group * size + at);
+      }
       const int64_t count = std::min(kKeys, high - group);
       for (int64_t key = 0; key < count; ++key) from[key] = keys + (group + key) * size;
       pack(from, count, size, work.keys);

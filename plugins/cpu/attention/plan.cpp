@@ -14,6 +14,7 @@ const char *Plan::make(const redraft_attention_call &given) {
     return "expected heads of a multiple of 16 numbers, up to 256";
   }
   if (c.window < 0 || c.chunk < 0) return "window and chunk: expected no negative number";
+  if (!c.cosines != !c.sines) return "cosines and sines: expected both or none";
   if (!c.packed_rows && c.rows != c.sequences * c.nodes) return "expected a row for each place";
   nodes.clear();
   tails.clear();
@@ -64,7 +65,7 @@ const char *Plan::make(const redraft_attention_call &given) {
 const char *Plan::add(int64_t row, int64_t sequence, int64_t place) {
   const auto &c = *call;
   const int64_t past = c.cache_len[sequence], position = c.positions[row], depth = position - past;
-  if (past < 0 || past + place >= c.capacity) return "cache_len: expected room for the nodes in the cache";
+  if (past < 0 || past >= c.capacity - place) return "cache_len: expected room for the nodes in the cache";
   if (depth < 0 || depth > place) return "positions: expected those of a tree whose nodes follow their parents";
   if (c.cosines && position >= c.table_rows) return "positions: expected rows of the rotation's tables";
   Node node{row, 0, past + depth + 1, position + 1, static_cast<int64_t>(tails.size())};
