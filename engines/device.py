@@ -134,12 +134,14 @@ class Device(ABC):
     asynchronous: True if a call may return before its work ends.
     step_graphs:  True if the graphs of a step run on this device. Otherwise the host computes over its arrays.
     block_rows:   a tree that branches must not cross a multiple of this row; otherwise its bits differ from a chain's.
+    own_attention: True if redraft's attention for CPUs runs: exact and the fastest at once, without padding.
     """
 
     name: str
     asynchronous: bool
     step_graphs: bool
     block_rows: int | None
+    own_attention = False
 
     @abstractmethod
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:

@@ -115,13 +115,17 @@ class VerifyCosts:
         """Return the rows of a call over trees of these sizes."""
         return sum(sizes) if self.packed else len(sizes) * max(sizes)
 
+    def expected_ms(self, sequences: int, rows: int) -> float:
+        """Return the estimated time of a call of so many rows, or of the largest that is known."""
+        table = self.table_ms(sequences)
+        return table[min(rows - sequences + 1, len(table) - 1)]
+
     def plain_share(self, sequences: int, rows: int) -> float:
         """Return the part of a call's time that one row a sequence would take: at most as measured, and as estimated.
 
         Estimates of sizes that were not called for long may be far off.
         """
-        table = self.table_ms(sequences)
-        share = table[1] / table[min(rows - sequences + 1, len(table) - 1)]
+        share = self.table_ms(sequences)[1] / self.expected_ms(sequences, rows)
         curve = self.measured.get(sequences)
         if curve is None:
             return share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ STAGES = {OfferKind.RESAMPLE: "resample", OfferKind.FRESH: "draft"}
 """Names of the parts of a step in which drafters make trees."""
 MOST_FAILURES = 3
 """Engine calls in a row that may fail before the requests in them fail."""
+
+LEAST_SHARE = 0.25
+"""Time of a chunk's token in a verification, relative to that of a node, at least."""
 
 MakerCall = tuple[TreeMaker, OfferKind]
 """A drafter, and the kind of trees that one call of it makes."""
@@ -65,6 +68,7 @@ class DecodeLoop:
         self.plain = plain
         self._costs = costs
         self._pauses = 0
+        self._apart = False  # the latest verification's call failed with chunks: the next one has none
         self._progress = time.monotonic()
         self._error: RedraftError | None = None
         self._ranges = verifier.ranges
@@ -93,8 +97,10 @@ class DecodeLoop:
                 self.draft(batch)
                 self.verify(batch)
                 self.commit(batch)
+            self._computed(batch.verified_chunks, batch.times.chunks_ms)
         for chunk in batch.chunks:
-            self.compute(chunk)
+            if chunk not in batch.verified_chunks:
+                self.compute(chunk)
         outputs = self.scheduler.update(batch)
         if outputs or batch.chunks:
             self._progress = time.monotonic()
@@ -150,22 +156,31 @@ class DecodeLoop:
                     step.made.append((offer, tree))
 
     def verify(self, batch: Batch) -> None:
-        """Verify the trees in one call. If it fails, no request has an outcome."""
-        stage = self._ranges.stage
+        """Verify the trees in one call, which computes the chunks too if it can. If it fails, nothing is computed."""
+        stage, trees = self._ranges.stage, [step.tree for step in batch.steps]
+        chunks = [one for one in batch.chunks if one.request.finish_reason is None]
+        chunks = chunks if self.verifier.steps.takes_chunks and not self._apart else []
         try:
             outcomes = self.verifier.verify(
-                batch.requests,
-                [step.tree for step in batch.steps],
-                [tree for step in batch.steps for _, tree in step.made],
+                batch.requests, trees, [tree for step in batch.steps for _, tree in step.made], chunks
             )
         except Exception as error:  # noqa: BLE001 - engines and their libraries raise anything
-            self._failed(batch.requests, error)
+            self._apart = bool(chunks)
+            self._failed([*batch.requests, *[chunk.request for chunk in chunks]], error)
+            batch.chunks = [one for one in batch.chunks if one not in chunks]
             return
-        self._error = None
+        self._error, self._apart = None, False
         for step, outcome in zip(batch.steps, outcomes, strict=True):
             step.outcome = outcome
             step.request.failures = 0
-        batch.times.verified_ms = stage("verify").latest * 1e3
+        verified_ms = stage("verify").latest * 1e3
+        if chunks:
+            alone_ms = self._alone_ms(batch, verified_ms, sum([chunk.tokens for chunk in chunks]))
+            batch.verified_chunks, batch.times.chunks_ms = chunks, verified_ms - alone_ms
+            for timer in (stage("verify"), stage(STEP)):  # neither contains chunks otherwise
+                timer.add(-batch.times.chunks_ms / 1e3)
+            verified_ms = alone_ms
+        batch.times.verified_ms = verified_ms
         batch.times.made_ms = {  # now, since a device's verification waits for drafts
             (maker.name, kind): stage(f"{STAGES[kind]} {maker.name}").latest * 1e3
             for maker, kind in calls_of(batch.steps)
@@ -181,10 +196,10 @@ class DecodeLoop:
             for step in verified:
                 self._commit(step)
             made_ms = times.catch_up_ms + sum(times.made_ms.values())
-            times.host_ms = stage(STEP).elapsed * 1e3 - times.verified_ms - made_ms
+            times.host_ms = stage(STEP).elapsed * 1e3 - times.verified_ms - times.chunks_ms - made_ms
             with drafting(*batch.requests):
                 controller.observe(batch)
-        if self._costs is not None:
+        if self._costs is not None and not batch.verified_chunks:
             rows = self._costs.rows([len(step.tree) for step in batch.steps])
             self._costs.observe(batch.sequences, rows, times.verified_ms)
         self.scheduler.verified(times.verified_ms)
@@ -217,11 +232,33 @@ class DecodeLoop:
         except Exception as error:  # noqa: BLE001 - as in `verify`
             self._failed([request], error)
             return
-        request.failures, self._error = 0, None
-        request.num_computed_tokens += chunk.tokens
-        with drafting(request):
-            request.speculation.drafter.prefilled(request, request.slot, chunk.start, chunk.tokens)
-        self.scheduler.computed(chunk.tokens, (time.perf_counter() - started) * 1e3)
+        self._error = None
+        self._computed([chunk], (time.perf_counter() - started) * 1e3)
+
+    def _alone_ms(self, batch: Batch, ms: float, tokens: int) -> float:
+        """Return the estimated time of a verification that took `ms` with so many tokens of chunks, without them.
+
+        A token of a chunk takes at most as long as a node of a tree, and at least a part of that.
+        """
+        sizes = [len(step.tree) for step in batch.steps]
+        of_chunks = ms * tokens / (sum(sizes) + tokens)
+        expected = self.scheduler.verified_ms
+        if self._costs is not None:
+            expected = self._costs.expected_ms(batch.sequences, self._costs.rows(sizes))
+        return min(max(expected, ms - of_chunks), ms - LEAST_SHARE * of_chunks)
+
+    def _computed(self, chunks: Sequence[Chunk], ms: float) -> None:
+        """Note that the rows of these chunks are computed, which took so long."""
+        if not chunks:
+            return
+        started = time.perf_counter()
+        for request, start, tokens in chunks:
+            request.failures = 0
+            request.num_computed_tokens += tokens
+            with drafting(request):
+                request.speculation.drafter.prefilled(request, request.slot, start, tokens)
+        ms += (time.perf_counter() - started) * 1e3
+        self.scheduler.computed(sum([chunk.tokens for chunk in chunks]), ms)
 
     def _failed(self, requests: Iterable[Request], error: Exception) -> None:
         """Note a call that failed. Requests of too many such calls fail, the others are in the next step again.

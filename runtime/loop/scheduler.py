@@ -20,8 +20,11 @@ from redraft.runtime.steps.verifier import PREFILL_CHUNK, Verifier
 CHUNK_SHARE = 1.6
 """Time of a step's prompt rows, relative to the verification that running requests wait for. The gap between their
 tokens is then at most 2.6 times the usual one, and a prompt beside them takes 1.6 times as long as alone."""
-LEAST_CHUNK = 8
-"""Prompt rows of a step, at least. Fewer would take nearly as long."""
+LEAST_CHUNK, CHUNK_MULTIPLE = 8, 2
+"""Prompt rows of a step, at least, and their multiple. Fewer would take nearly as long, and a call of a new size takes
+3 ms to prepare."""
+MEASURED_EVERY = 16
+"""Verifications whose calls have prompt rows until one has none, which shows how long it takes without."""
 ROWS_AHEAD = 32
 """Rows that a running request should have left before another one gets a slot. Prefixes make room for them."""
 _LEARN = 0.25
@@ -73,6 +76,7 @@ class Scheduler:
         self._deadlines: set[Request] = set()
         self._row_ms: float | None = None
         self._verified_ms = 0.0
+        self._steps_with_chunks = 0
         self._request_seconds: float | None = None
         self._last_end = 0.0
         self.slots = Slots(verifier)
@@ -191,8 +195,9 @@ class Scheduler:
         chunks = self._chunks(spare)
         steps = [RequestStep.of(request) for request in slots.running]
         most = max([request.num_computed_tokens for request in slots.running], default=0)
-        rows = min(verifier.max_model_len - most, verifier.largest_tree, verifier.most_rows // max(len(steps), 1))
-        rows = min(rows, 1 + (spare - sum([chunk.tokens for chunk in chunks])) // max(len(steps), 1))
+        beside, sequences = sum([chunk.tokens for chunk in chunks]), max(len(steps), 1)
+        rows = min(verifier.max_model_len - most, verifier.largest_tree, (verifier.most_rows - beside) // sequences)
+        rows = min(rows, 1 + (spare - beside) // sequences)
         past_end = verifier.device.step_graphs
         limits = CallLimits(rows, verifier.branches, verifier.block_rows, past_end, verifier.vocabulary)
         return Batch(steps, limits, chunks)
@@ -215,8 +220,13 @@ class Scheduler:
         known = self._row_ms
         self._row_ms = ms / rows if known is None else known + _LEARN * (ms / rows - known)
 
+    @property
+    def verified_ms(self) -> float:
+        """The usual time of a verification now; 0 before the first."""
+        return self._verified_ms
+
     def verified(self, ms: float) -> None:
-        """Learn the time of a verification."""
+        """Learn the time of a verification, without prompt rows."""
         self._verified_ms += _LEARN * (ms - self._verified_ms) if self._verified_ms else ms
 
     def _end_early(self) -> None:
@@ -320,16 +330,21 @@ class Scheduler:
     def _chunks(self, most: int) -> list[Chunk]:
         """Return the rows to compute beside the verification, at most `most`, of the first requests first."""
         budget, chunks = min(self._budget(), most), list[Chunk]()
+        in_call = self.slots.running and self._verifier.steps.takes_chunks
+        if in_call:
+            budget = min(budget, self._verifier.most_rows - len(self.slots.running))
         for request in sorted(self.slots.filling, key=lambda request: request.priority):
             rows = min(request.missing_rows, budget, PREFILL_CHUNK)
             if rows > 0:
                 chunks.append(Chunk(request, request.num_computed_tokens, rows))
                 budget -= rows
-        return chunks
+        if in_call and chunks:
+            self._steps_with_chunks = (self._steps_with_chunks + 1) % MEASURED_EVERY
+        return chunks if self._steps_with_chunks or not in_call else []
 
     def _budget(self) -> int:
         """Return the prompt rows of a step. If nobody waits for its end, it is a whole chunk."""
         if not self.slots.running or self._row_ms is None or not self._verified_ms:
             return PREFILL_CHUNK if not self.slots.running else LEAST_CHUNK
-        rows = int(CHUNK_SHARE * self._verified_ms / max(self._row_ms, 1e-6))
+        rows = int(CHUNK_SHARE * self._verified_ms / max(self._row_ms, 1e-6)) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
         return min(max(rows, LEAST_CHUNK), PREFILL_CHUNK)

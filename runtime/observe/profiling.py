@@ -7,7 +7,7 @@ One `with` updates the clock of the metrics and the listener, if any.
            choose, fill              cutting the trees; the engine's inputs
            verify                    the verifier's engine call; on a device, it contains `wait` for the result
            accept, commit            accepted tokens, and moved rows; updates of sequences, drafter and controller
-    prefill                          a chunk of a prompt
+    prefill                          a chunk of a prompt in a call of its own
 
 Only profiles have a listener. Without one, a range of the metrics reads the clock twice, and any other range costs
 nothing.

@@ -35,7 +35,7 @@ class StepTimes:
     """Milliseconds of a step's parts, for the whole batch. Work on a device counts if the verifier waited for it.
 
     made_ms: of each kind of drafter call.   catch_up_ms: of rows that drafters had put off, most of them of prompts.
-    host_ms: time outside the calls of verifier and drafters.
+    host_ms: time outside the calls of verifier and drafters.   chunks_ms: of chunks in the verifier's call, estimated.
     """
 
     offers_ms: float = 0.0
@@ -43,6 +43,7 @@ class StepTimes:
     verified_ms: float = 0.0
     host_ms: float = 0.0
     catch_up_ms: float = 0.0
+    chunks_ms: float = 0.0
 
 
 class CallLimits(NamedTuple):
@@ -97,7 +98,8 @@ class Batch:
     """One step of several requests. Request i has slot i of the verifier.
 
     steps:     of the requests that this batch's reader serves.
-    chunks:    rows of prompts to compute after the verification.
+    chunks:    rows of prompts to compute with the verification or after it.
+    verified_chunks: those that the verification has computed.
     sequences: requests in the verifier's call. A controller's part of a batch has fewer steps.
     methods:   names of all their methods.
     rows:      rows of the call that other controllers' trees take, roots included.
@@ -109,6 +111,7 @@ class Batch:
     steps: list[RequestStep]
     limits: CallLimits
     chunks: Sequence[Chunk] = ()
+    verified_chunks: Sequence[Chunk] = ()
     sequences: int = 0
     methods: str = ""
     rows: int = 0

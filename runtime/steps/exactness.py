@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from redraft.runtime.steps.interface import ChunkRows
 from redraft.runtime.steps.measurements import Identity, figures_file, read_figures, write_figures
 from redraft.runtime.steps.verifier import Verifier
 from redraft.runtime.trees.tree import chain, exact_part
@@ -127,12 +128,28 @@ def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArr
         tree = _tree(text[start:], other)
         if exact_part(tree, start, verifier.branches, verifier.block_rows) is tree:
             yield "a tree's branch", logits(tree, start)[_PATH], last[start - base :][: len(_PATH)]
+    if verifier.steps.takes_chunks and verifier.slots > 1:
+        restore()
+        yield "rows of a prompt beside a tree", _beside_a_tree(verifier, text, base), last[-1:]
     restore()
     for slot in range(1, verifier.max_num_seqs):
         verifier.move(0, slot, count)
     most = min(verifier.max_num_seqs, verifier.most_rows // len(_BRANCHED))
     for max_num_seqs in sorted({2, most} if verifier.max_num_seqs > 1 else ()):  # each size checks a slot of its own
         yield from _in_batches(verifier, max_num_seqs, text, other, last)
+
+
+def _beside_a_tree(verifier: Verifier, text: IntArray, base: int) -> FloatArray:
+    """Return the logits of the text's end, after rows that the last slot got beside a tree in the first."""
+    steps, slot, end = verifier.steps, verifier.slots - 1, len(text) - 1
+    verifier.move(0, slot, base)
+    tree, none = chain(text[:3]), [None] * len(steps.readers)
+    step = steps.tree([tree], [base], [ChunkRows(slot, base, text[base:end], none)])
+    step.fill([base], [tree], none)
+    step.run(False)
+    verifier.device.wait()
+    verifier.move(slot, 0, end)
+    return verifier.logits([chain(text[end:])], [end])[0]
 
 
 def _in_batches(

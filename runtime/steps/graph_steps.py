@@ -22,7 +22,7 @@ from redraft import names, signatures
 from redraft.engines.device import Array, Device, byte_size
 from redraft.engines.host_device import array_of
 from redraft.runtime.steps.bound_step import BoundPrefill, BoundTreeStep, StepBuffers, slot_copy
-from redraft.runtime.steps.interface import Limits, Steps
+from redraft.runtime.steps.interface import ChunkRows, Limits, Steps
 from redraft.runtime.trees.device_tree import TreeStore
 from redraft.signatures import VerifierShape
 from redraft.types import Tree
@@ -71,7 +71,9 @@ class GraphSteps(Steps):
     def host_kv(self) -> list[Array]:
         return [array_of(buffer) for buffer in self._buffers.state.values()]
 
-    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> BoundTreeStep:
+    def tree(
+        self, trees: Sequence[Tree], cache_len: Sequence[int], chunks: Sequence[ChunkRows] = ()
+    ) -> BoundTreeStep:  # fmt: skip
         key = len(trees), self._width(len(trees), max(map(len, trees)), max(cache_len))
         step: BoundTreeStep = self._trees.get(key, lambda: BoundTreeStep(self._buffers, *key))
         return step

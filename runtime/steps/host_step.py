@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +24,15 @@ from redraft.engines.host_memory import LARGE_PAGE_BYTES, give_back, use_small_p
 from redraft.lru import LruCache
 from redraft.names import TensorSpec
 from redraft.runtime.requests.request import Request
-from redraft.runtime.steps.interface import Limits, Pending, Steps
+from redraft.runtime.steps.interface import ChunkRows, Limits, Pending, Steps
 from redraft.runtime.trees.tree import Layout, is_chain, layout
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, FloatArray, IntArray, Outcome, Tree
 
 MOST_STEPS = 256
 """Most sizes of calls over trees that are stored. Their logits and hidden states share memory."""
+MOST_WITH_CHUNKS = 32
+"""Most sizes of calls over trees and chunks that are stored. A mask of 128 rows in 64 slots has 1 MB."""
 MOST_PREFILLS = 64
 """Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
 MOST_WIDTHS = 8
@@ -45,6 +48,7 @@ class HostSteps(Steps):
 
     def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
         super().__init__(MOST_STEPS, MOST_WIDTHS)
+        self._with_chunks: LruCache[Any, HostStep] = LruCache(MOST_WITH_CHUNKS)
         self.hidden_states = hidden_states
         self._device = device
         self._layers = shape.layers
@@ -65,6 +69,11 @@ class HostSteps(Steps):
         self.branches = self._tree_engine is not None
         self.prefers_chains = not self.branches
         self.packed = _is_packed(self._engine)
+        self.takes_chunks = self.packed and device.own_attention
+
+    def forget(self) -> None:
+        super().forget()
+        self._with_chunks.clear()
 
     def _opened(self, graph: str) -> Calls:
         engine = Calls(self._device.program(graph))
@@ -98,7 +107,9 @@ class HostSteps(Steps):
     def host_kv(self) -> list[Array]:
         return list(self.kv)
 
-    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
+    def tree(
+        self, trees: Sequence[Tree], cache_len: Sequence[int], chunks: Sequence[ChunkRows] = ()
+    ) -> HostStep:  # fmt: skip
         least = -(-self.fewest_rows // len(trees))
         rows = [max(len(tree), least) for tree in trees]
         width = max(rows)
@@ -107,14 +118,18 @@ class HostSteps(Steps):
         assert engine is not None, "trees that branch need take_branches first"
         if not _is_packed(engine):
             rows = [width] * len(rows)
-        key = (len(trees), sum(rows), width, branched)
-        step: HostStep = self._trees.get(key, lambda: self._made(engine, *key[:3]))
-        step.place(rows)
+        sequences = max([len(trees), *[chunk.slot + 1 for chunk in chunks]])
+        width = max([width, *[len(chunk.tokens) for chunk in chunks]])
+        in_all = sum(rows) + sum([len(chunk.tokens) for chunk in chunks])
+        key = (sequences, in_all, width, sum(rows), branched)
+        stored = self._with_chunks if chunks else self._trees
+        step: HostStep = stored.get(key, lambda: self._made(engine, *key[:4]))
+        step.place(rows, chunks)
         return step
 
-    def _made(self, engine: Calls, sequences: int, rows: int, width: int) -> HostStep:
-        """Create a step of so many rows in all, and at most `width` a sequence."""
-        per_call = rows if _is_packed(engine) else width
+    def _made(self, engine: Calls, sequences: int, rows: int, width: int, wanted: int) -> HostStep:
+        """Create a step of so many rows in all, the logits of the `wanted` first, and at most `width` a sequence."""
+        per_call = wanted if _is_packed(engine) else width
         sizes = _sizes(engine, {"B": sequences, "T": width, "N": rows, "R": per_call})
         shared = {
             spec.name: self._shared(spec, sized(spec.shape, sizes)) for spec in engine.outputs if not spec.in_place_of
@@ -126,6 +141,7 @@ class HostSteps(Steps):
         size = math.prod(shape)
         if spec.name not in self._outputs or self._outputs[spec.name].size < size:
             self._trees.clear()
+            self._with_chunks.clear()
             rows = size // shape[-1]
             capacity = (1 << (rows - 1).bit_length()) * shape[-1]
             self._outputs[spec.name] = aligned(replace(spec, shape=(capacity,)), {})
@@ -178,9 +194,9 @@ class _HostCall:
             self._features[state] = features.reshape(-1, features.shape[-1])
         self._pending: Pending = ()
 
-    def _gather(self, rows: Sequence[list[int] | slice], slots: range) -> None:
+    def _gather(self, rows: Sequence[list[int] | slice], slots: range, waiting: Pending) -> None:
         """Copy these feature rows, of the call, of every sequence after the pending ones, for every reader."""
-        for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
+        for reader, offsets in zip(self._steps.readers, waiting, strict=True):
             if offsets is None:
                 continue
             for state, buffer in reader.pending_features(slots).items():
@@ -200,29 +216,39 @@ class HostStep(_HostCall):
         self._padding = np.eye(width, dtype=np.bool_)
         self._layouts: list[Layout | None] = [None] * len(self._cache_len)
         self._rows: list[int] = []
+        self._chunks: Sequence[ChunkRows] = ()
 
-    def place(self, rows: list[int]) -> None:
-        """Give each sequence so many rows from now on, N in all. A graph that is not packed has `width` for each."""
-        if rows == self._rows:
+    def place(self, rows: list[int], chunks: Sequence[ChunkRows]) -> None:
+        """Give each sequence so many rows from now on, and then each chunk's slot those of the chunk, N in all.
+
+        A graph that is not packed has `width` rows for each sequence, and no chunks.
+        """
+        if rows == self._rows and not chunks:
             return
-        self._rows = rows
+        self._rows, self._chunks = rows, chunks
         self._starts = [0, *accumulate(rows)][:-1]
-        if self._packed_rows is not None:
-            for slot, (start, count) in enumerate(zip(self._starts, rows, strict=True)):
-                first = slot * self.width
-                self._packed_rows[start : start + count] = np.arange(first, first + count)
+        if self._packed_rows is None:
+            return
+        counts = [*enumerate(rows), *[(chunk.slot, len(chunk.tokens)) for chunk in chunks]]
+        self._packed_rows[:] = np.concatenate([slot * self.width + np.arange(count) for slot, count in counts])
 
     def fill(
         self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
     ) -> None:
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
             self._place_tree(slot, tree, rows)
-        self._kv_len[0] = max(cache_len) + self.width
+        if self._chunks:
+            self._place_chunks(len(trees))
+        self._kv_len[0] = int(self._cache_len.max()) + self.width
         self._pending = pending
 
     def run(self, whole: bool) -> None:
-        """Run the engine. The samplers choose in `outcomes`."""
+        """Run the engine, and gather features of chunks. The samplers choose in `outcomes`."""
         self._run()
+        start = sum(self._rows)
+        for chunk in self._chunks:
+            rows = slice(start, start := start + len(chunk.tokens))
+            self._gather([rows], range(chunk.slot, chunk.slot + 1), chunk.pending)
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """Return the samplers' outcomes, after compacting the accepted rows and gathering features."""
@@ -237,7 +263,7 @@ class HostStep(_HostCall):
                 [start, *(start + node for node in outcome.path)] if outcome.path else slice(start, start + 1)
                 for start, outcome in zip(self._starts, outcomes, strict=True)
             ]
-            self._gather(rows, range(len(outcomes)))
+            self._gather(rows, range(len(outcomes)), self._pending)
         return outcomes
 
     def tree_logits(self, trees: Sequence[Tree]) -> list[FloatArray]:
@@ -256,6 +282,20 @@ class HostStep(_HostCall):
         if moved < len(path):
             rows = self._steps.kv[:, slot, :, int(self._cache_len[slot]) :]  # [2 layers, H_kv, C - cache_len, D]
             rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
+
+    def _place_chunks(self, trees: int) -> None:
+        """Write the chunks to their slots. Slots between them have no rows."""
+        self._cache_len[trees:] = 0
+        start = sum(self._rows)
+        for chunk in self._chunks:
+            count = len(chunk.tokens)
+            self._ids[start : start + count] = chunk.tokens
+            self._positions[start : start + count] = np.arange(chunk.start, chunk.start + count)
+            self._cache_len[chunk.slot] = chunk.start
+            self._layouts[chunk.slot] = None
+            if self._mask is not None:
+                self._mask[chunk.slot, :count, :count] = np.tri(count, dtype=np.bool_)
+            start += count
 
     def _place_tree(self, slot: int, tree: Tree, cache_len: int) -> None:
         """Write a tree to `slot`. Rows after its nodes are padding with a chain's positions."""
@@ -307,4 +347,4 @@ class HostPrefill(_HostCall):
 
     def run(self) -> None:
         self._call.run()
-        self._gather([slice(self._chunk)], range(self._slot, self._slot + 1))
+        self._gather([slice(self._chunk)], range(self._slot, self._slot + 1), self._pending)

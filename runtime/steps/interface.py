@@ -39,6 +39,15 @@ class FeatureReader(Protocol):
         """
 
 
+class ChunkRows(NamedTuple):
+    """Tokens of a prompt to compute in a slot, from position `start` on, and pending rows by reader."""
+
+    slot: int
+    start: int
+    tokens: IntArray
+    pending: Sequence[list[int] | None]
+
+
 class TreeStep(Protocol):
     """A step over trees of one set of sizes, with its own buffers."""
 
@@ -89,6 +98,7 @@ class Steps(ABC):
     branches:       True if the steps accept trees that branch.
     prefers_chains: True if branching trees need another engine. A method without engines of its own then drafts chains.
     packed:         True if a call computes the nodes of all trees; False if it pads them to the size of the largest.
+    takes_chunks:   True if a call over trees may also compute chunks of prompts, in other slots.
     store:          drafted trees on the device; None if drafters copy their trees to the host.
     """
 
@@ -96,6 +106,7 @@ class Steps(ABC):
     branches = True
     prefers_chains = False
     packed = False
+    takes_chunks = False
     store: TreeStore | None = None
 
     def __init__(self, most_trees: int, most_prefills: int, before_drop: Callable[[], None] = lambda: None) -> None:
@@ -104,8 +115,13 @@ class Steps(ABC):
         self._prefills: LruCache[Any, Any] = LruCache(most_prefills, before_drop)
 
     @abstractmethod
-    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> TreeStep:
-        """Return the step for such trees, from any drafter. It is valid until the next call."""
+    def tree(
+        self, trees: Sequence[Tree], cache_len: Sequence[int], chunks: Sequence[ChunkRows] = ()
+    ) -> TreeStep:  # fmt: skip
+        """Return the step for such trees, from any drafter. It is valid until the next call.
+
+        chunks: rows that its next run computes too, if it `takes_chunks`.
+        """
 
     @abstractmethod
     def prefill(self, width: int, slot: int) -> PrefillStep:

@@ -22,10 +22,11 @@ from redraft.engines.device import Device
 from redraft.runtime.observe.metrics import Clock
 from redraft.runtime.observe.profiling import WAIT, StageTimers
 from redraft.runtime.params import SamplingParams
+from redraft.runtime.requests.batch import Chunk
 from redraft.runtime.requests.request import Request, drafting
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.noise import draft_noise
-from redraft.runtime.steps.interface import FeatureReader, Limits, Steps
+from redraft.runtime.steps.interface import ChunkRows, FeatureReader, Limits, Steps
 from redraft.runtime.trees.device_tree import calls_of
 from redraft.runtime.trees.tree import chain
 from redraft.signatures import VerifierShape
@@ -149,21 +150,25 @@ class Verifier:
                     step.run(True)
                     self.device.wait()
 
-    def verify(self, batch: Sequence[Request], trees: Sequence[Tree], made: Sequence[Tree] = ()) -> list[Outcome]:
+    def verify(
+        self, batch: Sequence[Request], trees: Sequence[Tree], made: Sequence[Tree] = (), chunks: Sequence[Chunk] = ()
+    ) -> list[Outcome]:  # fmt: skip
         """Verify one tree of every sequence in one engine call, and make the rows of accepted paths contiguous.
 
         Sequence i has slot i; cache_len + the largest tree must fit in `max_model_len`. Trees on the device stay there.
         Raises ValueError for a tree that was drafted for another slot.
         made: all trees of this step's drafter calls, whose time on the device does not count as verification.
+        chunks: rows of prompts, of other requests, to compute in the same call, if the steps take them.
         """
         stage = self.ranges.stage
         cache_len = [seq.num_computed_tokens for seq in batch]
         slots = range(len(batch))
         most = max(map(len, trees))
         pending = [_pending(reader, batch, most, slots) for reader in self.steps.readers]
+        beside = [self._chunk_rows(chunk) for chunk in sorted(chunks, key=lambda chunk: chunk.request.slot)]
         whole = self._waits and all([seq.sampler.device_temperature is not None for seq in batch])
         with stage("fill"):
-            step = self.steps.tree(trees, cache_len)
+            step = self.steps.tree(trees, cache_len, beside)
             step.fill(cache_len, trees, pending, batch)
         with stage("verify"), self.ranges.call(names.VERIFIER):
             step.run(whole)
@@ -180,6 +185,12 @@ class Verifier:
             for call in calls:
                 self.ranges.waited_for(call.stage, call.work.seconds(), own)
         return outcomes
+
+    def _chunk_rows(self, chunk: Chunk) -> ChunkRows:
+        request, start, tokens = chunk
+        slots = range(request.slot, request.slot + 1)
+        pending = [_pending(reader, [request], tokens, slots) for reader in self.steps.readers]
+        return ChunkRows(request.slot, start, np.array(request.tokens[start : start + tokens], np.int64), pending)
 
     def compute(self, request: Request, start: int, tokens: int) -> None:
         """Compute rows of a request in its slot: `tokens` of them from position `start` on, at most PREFILL_CHUNK."""

@@ -62,14 +62,17 @@ class FakeEngine:
     """The toy verifier as a `redraft.engines.device.Program`, with the signature of the graph for batches.
 
     single: with that of the graph for one sequence, which fixes B at 1.   padded: with that of the portable graph.
+    sparse: sequences of a call may have no rows, as with redraft's own attention.
     sizes, rows: B and T, and the rows that products compute, of each call.
     """
 
     def __init__(
-        self, rule: Rule = mixing_rule, hidden_states: tuple[str, ...] = (), single: bool = False, padded: bool = False
-    ) -> None:
+        self, rule: Rule = mixing_rule, hidden_states: tuple[str, ...] = (), single: bool = False, padded: bool = False,
+        sparse: bool = False,
+    ) -> None:  # fmt: skip
         inputs, outputs = signatures.verifier_inputs(SHAPE), signatures.verifier_outputs(SHAPE, hidden_states)
         self.packed = not (single or padded)
+        self.sparse = sparse
         if self.packed:
             inputs, outputs = signatures.packed_inputs(inputs), signatures.packed_outputs(outputs)
         elif single:
@@ -97,6 +100,7 @@ class FakeHost:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
+        self.own_attention = engine.sparse
 
     def program(self, graph: str, short: bool = False) -> FakeEngine:
         return self.engine
@@ -143,7 +147,8 @@ class FakeCall:
         positions = (past[:, None] + np.arange(width)).reshape(-1)
         padded_ids[places], positions[places] = ids, inputs[names.POSITIONS].reshape(-1)
         new = np.stack([padded_ids, positions], axis=1).reshape(batch, width, 2)
-        rows = [self._write(b, int(past[b]), new[b]) for b in range(batch)]
+        counts = np.bincount(places // width, minlength=batch) if self.engine.sparse else np.full(batch, width)
+        rows = [self._write(b, int(past[b]), new[b, : counts[b]]) for b in range(batch)]
         self.engine.fail()
         wanted = inputs[names.OUTPUT_ROWS]
         starts = 0 if self.engine.packed else width * np.arange(batch)[:, None]
@@ -164,7 +169,7 @@ class FakeCall:
         places = self.inputs[names.PACKED_ROWS]
         counts = np.bincount(places // width, minlength=batch)
         assert len(counts) == batch
-        assert counts.min() >= 1, "a sequence has no row"
+        assert self.engine.sparse or counts.min() >= 1, "a sequence has no row"
         expected = np.concatenate([b * width + np.arange(count) for b, count in enumerate(counts)])
         assert (places == expected).all(), "rows are not packed in order"
         return places
@@ -182,7 +187,7 @@ class FakeCall:
         return views[0][0].astype(int)
 
     def _answer(self, rows: np.ndarray, b: int, past: int, node: int) -> int:
-        visible = self.inputs[names.TREE_MASK][b][node]
+        visible = self.inputs[names.TREE_MASK][b][node][: len(rows) - past]
         assert visible[node], "a node must attend to itself"
         if visible.sum() == 1 and node > 0:
             return 0  # padding

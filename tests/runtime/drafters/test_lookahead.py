@@ -14,6 +14,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.methods.unbuilt import LookaheadOptions
+from redraft.plugins.operators import OFF, OPERATORS_VARIABLE
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.controllers.cost import CostCurve
 from redraft.runtime.drafters import load_drafter
@@ -358,8 +359,11 @@ def test_texts_of_engines_are_plain_decodings(opened: Runtime) -> None:
     assert sum(one.metrics.num_accepted_draft_tokens for one in found) > 0
 
 
-def test_it_takes_branching_trees_of_a_verifier_that_prefers_chains(lyanna_bundle: Path) -> None:
+def test_it_takes_branching_trees_of_a_verifier_that_prefers_chains(
+    lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A budget of width 1 leaves one chain a step: an n-gram, or the first column."""
+    monkeypatch.setenv(OPERATORS_VARIABLE, OFF)  # ONNX Runtime's kernels have a graph for chains
     with Runtime.open(lyanna_bundle, threads=1, verify=False, drafter_options={"lookahead": OPTIONS}) as runtime:
         assert runtime.verifier.steps.prefers_chains
         assert not runtime.verifier.branches

@@ -330,7 +330,7 @@ def test_draws_on_a_device_are_chains_without_a_copy(opened: Callable[..., Runti
     with opened(1) as runtime:
         asked: list[Tree] = []
         verify = runtime.verifier.verify
-        runtime.verifier.verify = lambda batch, trees, made=(): asked.extend(trees) or verify(batch, trees, made)  # type: ignore[assignment, func-returns-value]
+        runtime.verifier.verify = lambda batch, trees, *others: asked.extend(trees) or verify(batch, trees, *others)  # type: ignore[assignment, func-returns-value]
         drawn = replace(params(1.0), acceptance="rejection")
         runtime.generate(PROMPTS, drawn, SpeculationParams(DYNAMIC, budget=Budget(12, STEPS, 9)))
         assert max(map(len, asked)) == STEPS + 1

@@ -7,9 +7,9 @@ all trees.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,9 +59,9 @@ def play(runtime: Runtime, texts: list[list[int]], owners: list[str], seed: int,
     played = Played(requests, {id(seq): [] for seq in requests})
     verify = runtime.verifier.verify
 
-    def verified(batch: list[Request], trees: list[Tree], made: Sequence[Tree | None]) -> list[Outcome]:
+    def verified(batch: list[Request], trees: list[Tree], *others: Any) -> list[Outcome]:
         played.steps.append(([], trees))
-        return verify(batch, trees, made)
+        return verify(batch, trees, *others)
 
     def record(seq: Request, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         played.steps[-1][0].append(plan.kind)

@@ -131,9 +131,12 @@ def alone(prompt: list[int], params: SamplingParams) -> Request:
 class Schedules(RuleBasedStateMachine):
     """Drives a decode loop over a fake verifier."""
 
-    @initialize(most=st.integers(1, 4), spare=st.integers(0, 3), limit=st.one_of(st.none(), st.integers(CONTEXT, 300)))
-    def begin(self, most: int, spare: int, limit: int | None) -> None:
-        self.engine = UnreliableEngine(mixing_rule, single=most == 1)
+    @initialize(
+        most=st.integers(1, 4), spare=st.integers(0, 3), limit=st.one_of(st.none(), st.integers(CONTEXT, 300)),
+        sparse=st.booleans(),
+    )  # fmt: skip
+    def begin(self, most: int, spare: int, limit: int | None, sparse: bool) -> None:
+        self.engine = UnreliableEngine(mixing_rule, single=most == 1 and not sparse, sparse=sparse)
         self.verifier = fake_verifier(self.engine, CONTEXT, most, slots=most + spare)
         self.loop = DecodeLoop(self.verifier, plainly(self.verifier), max_total_tokens=limit)
         self.limit = limit
