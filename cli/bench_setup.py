@@ -21,11 +21,10 @@ def default_methods(runtime: Runtime, engines: Path) -> list[str]:
 def has_inexact(runtime: Runtime, engines: Path) -> bool:
     """Return True if a second runtime of these engines could decode inexactly."""
     from redraft import names
-    from redraft.engines.host_device import HostDevice
     from redraft.engines.manifest import load_manifest
 
     device = runtime.verifier.device
-    on_host = runtime.exact and isinstance(device, HostDevice) and not device.step_graphs and not device.always_exact
+    on_host = runtime.exact and not device.step_graphs and not device.own_attention
     return on_host and names.VERIFIER_FAST in load_manifest(engines).graphs
 
 

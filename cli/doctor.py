@@ -68,7 +68,7 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield from _both_builds()
     yield _providers()
-    yield _products()
+    yield _kernels()
     yield from _machine()
     yield from _accelerators()
 
@@ -123,9 +123,9 @@ def _providers() -> Finding:
     return Finding("onnxruntime providers", "ok" if works else "broken", ", ".join(providers))
 
 
-def _products() -> Finding:
-    """Return the kernels that compute the products of int8 and int4 bundles on the CPU, after loading them."""
-    name = "int8, int4 products"
+def _kernels() -> Finding:
+    """Return the kernels of attention and of int8 and int4 products on the CPU, after loading them."""
+    name = "kernels on CPUs"
     try:
         from redraft.engines.onnxruntime_backend import register_operators, session_options
 

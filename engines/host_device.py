@@ -134,11 +134,7 @@ class HostDevice(Device):
         self.verifier_graph = verifier_graph or bundle.host_graph(chains, exact, find_operators() is not None)
         exact_graphs = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
         self.block_rows = BLOCK_ROWS if self.verifier_graph in exact_graphs else None
-
-    @property
-    def always_exact(self) -> bool:
-        """True if the verifier's graph is exact, and the fastest at once."""
-        return self.verifier_graph == names.VERIFIER_OPERATORS
+        self.own_attention = self.verifier_graph == names.VERIFIER_OPERATORS
 
     @property
     def copies_weights(self) -> bool:

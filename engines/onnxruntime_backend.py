@@ -88,8 +88,8 @@ def _has_operators(path: Path) -> bool:
 
     In a graph that does not import com.microsoft, a session that registers them lacks ONNX Runtime's own operators.
     """
-    data = path.read_bytes()
-    return any(name.encode() in data for name in OPERATOR_NAMES)
+    data = path.read_bytes()  # a node has its type's length and name in field 4
+    return any(b"\x22" + bytes([len(name)]) + name.encode() in data for name in OPERATOR_NAMES)
 
 
 def register_operators(options: ort.SessionOptions, operators: Operators) -> None:

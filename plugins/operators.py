@@ -22,6 +22,9 @@ OPERATORS_VARIABLE = "REDRAFT_OPERATORS"
 OFF = "off"
 OPERATORS_LIBRARY = "libredraft_operators.so"
 OPERATOR_NAMES = ("MatMulNBits", CPU_TREE_ATTENTION)
+"""Types of the nodes that it computes."""
+_INTERFACES = 1, 1
+"""Numbers of the C entries of products and of attention."""
 PLAIN = "scalar"
 """The kernels' name for plain C++, which is slower than ONNX Runtime's own."""
 
@@ -74,10 +77,13 @@ def _open(path: Path) -> Operators | None:
         library = ctypes.CDLL(str(path))
         name = library.redraft_products_isa
         library.RegisterCustomOps  # noqa: B018 - raises if it is not there
+        interfaces = library.redraft_products_abi(), library.redraft_attention_abi()
     except OSError as error:
         raise KernelError(f"{path} does not load: {error}", hint) from error
     except AttributeError:
-        raise KernelError(f"{path} is not a library of redraft's operators", hint) from None
+        raise KernelError(f"{path} is not a library of redraft's operators, or an older one", hint) from None
+    if interfaces != _INTERFACES:
+        raise KernelError(f"{path}: expected operators of interfaces {_INTERFACES}, found {interfaces}", hint)
     name.restype = ctypes.c_char_p
     instruction_set = name().decode()
     if instruction_set == PLAIN:

@@ -115,9 +115,9 @@ SAMPLING_DEFAULTS = (DO_SAMPLE, "temperature", "top_k", "top_p", "min_p", "repet
 TREE_ATTENTION_DOMAIN = "redraft"
 TREE_ATTENTION = "TreeAttention"
 TREE_ATTENTION_INPUTS = 9
-CPU_TREE_ATTENTION = "CpuTreeAttention"
-"""Its form for redraft's operators on CPUs, with a rotation and packed rows."""
 """Inputs of every TreeAttention node; sinks are an optional one more."""
+CPU_TREE_ATTENTION = "CpuTreeAttention"
+"""The operator's form for redraft's operators on CPUs, with a rotation and packed rows."""
 ADD_NOISE, TOKEN_HASHES, QUADRATIC = "AddNoise", "TokenHashes", "Quadratic"
 """Another operator of that domain, and the functions in its body: the hash, which the CPU has in another form, and a
 part of it."""

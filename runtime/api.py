@@ -126,7 +126,7 @@ class Runtime:
             slots=max_num_seqs + prefix_slots,
         )  # fmt: skip
         identity = identity_of(bundle, opened, threads, max_num_seqs)
-        exact = exact or (isinstance(opened, HostDevice) and opened.always_exact)
+        exact = exact or opened.own_attention
         if exact and isinstance(opened, HostDevice):
             report("comparing kernels")
             settle_exactness(verifier, identity)

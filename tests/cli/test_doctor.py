@@ -46,15 +46,15 @@ def test_doctor_names_the_products_that_run(
 ) -> None:
     monkeypatch.setenv(OPERATORS_VARIABLE, str(operators_library.path))
     kernels = f"redraft's kernels, {operators_library.instruction_set}, in {operators_library.path}"
-    assert doctor._products() == Finding("int8, int4 products", "ok", kernels)
+    assert doctor._kernels() == Finding("kernels on CPUs", "ok", kernels)
     monkeypatch.setenv(OPERATORS_VARIABLE, OFF)
-    found = doctor._products()
+    found = doctor._kernels()
     assert (found.status, found.found, found.hint) == ("absent", "ONNX Runtime's kernels: REDRAFT_OPERATORS=off", None)
     monkeypatch.setenv(OPERATORS_VARIABLE, str(tmp_path / "none.so"))
-    assert doctor._products().status == "warning"
+    assert doctor._kernels().status == "warning"
     monkeypatch.delenv(OPERATORS_VARIABLE)
     monkeypatch.setattr(operators, "BUILD", tmp_path)
-    assert doctor._products().hint == "run `make operators`"
+    assert doctor._kernels().hint == "run `make operators`"
 
 
 def test_doctor_takes_the_cpu_build_of_a_pinned_version_and_any_version_in_a_range(

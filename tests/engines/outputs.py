@@ -97,7 +97,11 @@ def run(
         else:
             whole[spec.name] = bound[spec.name] = device.empty(spec.dtype, *sized(spec.shape, sizes))
     program.bind(bound)()
-    return {spec.name: _converted(whole[spec.name].read(), spec.dtype, types[spec.name]) for spec in program.outputs}
+    return {
+        spec.name: _converted(whole[spec.name].read(), spec.dtype, types[spec.name])
+        for spec in program.outputs
+        if spec.name in types  # a chain's steps update the buffers by more names
+    }
 
 
 def _converted(values: Array, dtype: Dtype, wanted: Dtype) -> Array:

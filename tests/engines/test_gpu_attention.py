@@ -49,8 +49,8 @@ def lower(bundle: Bundle, folder: Path) -> Bundle:
             prepare(folder, records[graph].file, graph, SINCE["TensorScatter"], "native")
             for_onnxruntime(folder / graph_file(graph))
             records[graph] = replace(records[graph], file=graph_file(graph))
-            if (batch := names.batch(graph)) in records and batch != names.VERIFIER_BATCH:
-                records[batch] = records[graph]  # the host prefers that form of a drafter's graph
+            for form in {names.batch(graph), names.operators(graph)} & set(records):
+                records[form] = records[graph]  # the host prefers these forms
     return Bundle(folder, with_graphs(bundle.manifest, records))
 
 

@@ -104,7 +104,7 @@ def swapped(values: Values) -> None:
         (names.VERIFIER, None, put(names.hidden_states("last"), (-1, -1, 0), np.nan), "hidden_states.last: off by nan"),
         (names.VERIFIER, None, put(KEPT, (0, 0, -1, 0), 1.0), "row 95 of slot 0 changed"),
         (names.VERIFIER, None, unwritten, "other rows were written"),
-        (names.VERIFIER, put(names.TREE_MASK, (0, -1, 0), False), None, "verifier, .*, B=1: .*: off by"),
+        (names.VERIFIER, changed(names.TOKEN_IDS, (0, -1)), None, "verifier, .*, B=1: .*: off by"),
         (LYANNA_DRAFT, changed(names.NUM_PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
         (LYANNA_DRAFT, None, swapped, r"tree.log_probs\[0\]: "),
         (LYANNA_RESAMPLE, None, changed(names.TREE_PARENTS, (0, 4), -1), "lyanna.resample, 1 used, B=1"),

@@ -325,10 +325,10 @@ REFUSALS: dict[str, list[dict[str, Any]]] = {
         {"cache_len": np.array([2, 8])},
         {"cache_len": np.array([2, 2**62])},
     ],
-    "positions: expected those of a tree whose nodes follow their parents": [
-        {"positions": np.array([2, 3, 3, *others])} for others in ([5, 6, 4], [5, 6, 8], [4, 6, 7], [5, 7, 7])
+    "positions: expected rows of the rotation's tables": [
+        {"table_rows": 7},
+        {"positions": np.array([2, 3, 3, 5, 6, -1])},
     ],
-    "positions: expected rows of the rotation's tables": [{"table_rows": 7}],
     "tree_mask: expected a node's ancestors to be as many as its depth": [
         {"tree_mask": np.eye(3, dtype=np.uint8)[[0, 1, 2] * 2]}
     ],
@@ -345,6 +345,19 @@ def test_refusals(attention: Attention, message: str) -> None:
     for wrong in REFUSALS[message]:
         with pytest.raises(Refused, match=f"^{message}$"):
             attention.attend(call, **wrong)
+
+
+def test_positions_outside_of_a_tree_see_what_the_nearest_of_them_do(attention: Attention) -> None:
+    """A drafter's unused rows have such positions at the context's end. No other row may suffer from them."""
+    rng = np.random.default_rng(10)
+    call = random_call(rng, random_form(rng, (4, 2), 16), (2, 5), (chain(3), chain(3)), padded=True, spare=0)
+    usual, *_ = attention.attend(call)
+    for outside, nearest in ((9, 7), (2**62, 7), (4, 5), (-(2**62), 5)):
+        found, expected = (
+            attention.attend(call, positions=np.array([2, 3, 4, 5, 6, position]))[0] for position in (outside, nearest)
+        )
+        assert found.tobytes() == expected.tobytes()
+        assert found[:5].tobytes() == usual[:5].tobytes()
 
 
 def test_unknown_instruction_sets_are_refused(attention: Attention) -> None:

@@ -121,11 +121,14 @@ struct Attend {
   };
 
   // Packs up to kKeys keys; missing ones are 0.
-  static void pack(const float *const *rows, int64_t count, int64_t size, float *keys) {
+  static void pack(const float *const *rows, int64_t count, int64_t size, float *keys, int64_t ahead = 0) {
     static constexpr float kNone[kMostDim] = {};
     const float *from[kKeys];
     for (int64_t key = 0; key < kKeys; ++key) from[key] = key < count ? rows[key] : kNone;
     for (int64_t i = 0; i < size; i += 8) {
+      if (i % 16 == 0) {
+        for (int64_t key = 0; key < kKeys; ++key) __builtin_prefetch(from[key] + ahead + i);
+      }
       Isa::transpose(from, i, keys + i * kKeys);
       Isa::transpose(from + 8, i, keys + i * kKeys + 8);
     }
@@ -133,9 +136,11 @@ struct Attend {
 
   // Writes scores of kRows rows and a packed group of keys.
   template <int kRows>
-  static void score(const float *const *q, const float *keys, int64_t size, float *scores) {
+  static void score(const float *const *q, const float *keys, int64_t size, float *scores, const float *ahead,
+                    int64_t step) {
     Floats sums[kRows][kVectors] = {};
-    for (int64_t i = 0; i < size; ++i, keys += kKeys) {
+    for (int64_t i = 0; i < size; ++i, keys += kKeys, ahead += step) {
+      __builtin_prefetch(ahead);
       Floats of[kVectors];
       for (int v = 0; v < kVectors; ++v) of[v] = load(keys + v * kLanes);
       for (int row = 0; row < kRows; ++row) {
@@ -149,10 +154,12 @@ struct Attend {
   }
 
   template <int kRows = Isa::kMostRows>
-  static void score_all(const float *const *q, const float *keys, int64_t size, float *scores, int64_t rows) {
-    for (; rows >= kRows; rows -= kRows, q += kRows, scores += kRows * kBlock) score<kRows>(q, keys, size, scores);
+  static void score_all(const float *const *q, const float *keys, int64_t size, float *scores, int64_t rows,
+                        const float *ahead, int64_t step = 16) {
+    for (; rows >= kRows; rows -= kRows, q += kRows, scores += kRows * kBlock, step = 0)
+      score<kRows>(q, keys, size, scores, ahead, step);
     if constexpr (kRows > 1) {
-      if (rows > 0) score_all<kRows - 1>(q, keys, size, scores, rows);
+      if (rows > 0) score_all<kRows - 1>(q, keys, size, scores, rows, ahead, step);
     }
   }
 
@@ -243,14 +250,10 @@ struct Attend {
     }
     const float *from[kKeys];
     for (int64_t group = low / kKeys * kKeys; group < high; group += kKeys) {
-      for (int64_t at = 0; at < kKeys * size; at += 16) {  // while this group is computed, memory reads ahead
-        __builtin_prefetch(keys + (group + 2 * kKeys) * size + at);
-        __builtin_prefetch(values + group * size + at);
-      }
       const int64_t count = std::min(kKeys, high - group);
       for (int64_t key = 0; key < count; ++key) from[key] = keys + (group + key) * size;
-      pack(from, count, size, work.keys);
-      score_all(work.q, work.keys, size, work.scores + (group - start), rows);
+      pack(from, count, size, work.keys, 2 * kKeys * size);
+      score_all(work.q, work.keys, size, work.scores + (group - start), rows, values + group * size);
     }
     for (int64_t row = 0; row < rows; ++row) {
       const Node &node = *work.node[row];
@@ -262,7 +265,7 @@ struct Attend {
         const int64_t count = std::min(kKeys, last - at);
         for (int64_t key = 0; key < count; ++key) from[key] = keys + tail_row(plan, node, past, at + key) * size;
         pack(from, count, size, work.keys);
-        score<1>(work.q + row, work.keys, size, some);
+        score<1>(work.q + row, work.keys, size, some, some, 0);
         memcpy(scores + (at - start), some, static_cast<size_t>(count) * sizeof(float));
         at += count;
       }

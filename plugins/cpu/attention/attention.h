@@ -42,7 +42,7 @@ typedef struct {
   int64_t q_stride, k_stride, v_stride;
   float *key_cache, *value_cache;   // [B, Hkv, C, D]
   const uint8_t *tree_mask;         // [B, T, T]: place j is i itself or an ancestor of i, which comes before it
-  const int64_t *positions;         // [N]
+  const int64_t *positions;         // [N]; one outside cache_len .. cache_len + t sees what the nearest of them does
   const int64_t *cache_len;         // [B]
   const int64_t *packed_rows;       // [N], place b * T + t of each node, ascending; null: N = B * T, all places
   const float *sinks;               // [Hq]; null: none

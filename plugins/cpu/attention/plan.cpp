@@ -64,10 +64,12 @@ const char *Plan::make(const redraft_attention_call &given) {
 
 const char *Plan::add(int64_t row, int64_t sequence, int64_t place) {
   const auto &c = *call;
-  const int64_t past = c.cache_len[sequence], position = c.positions[row], depth = position - past;
+  const int64_t past = c.cache_len[sequence];
   if (past < 0 || past >= c.capacity - place) return "cache_len: expected room for the nodes in the cache";
-  if (depth < 0 || depth > place) return "positions: expected those of a tree whose nodes follow their parents";
-  if (c.cosines && position >= c.table_rows) return "positions: expected rows of the rotation's tables";
+  if (c.cosines && (c.positions[row] < 0 || c.positions[row] >= c.table_rows)) {
+    return "positions: expected rows of the rotation's tables";
+  }
+  const int64_t position = std::clamp(c.positions[row], past, past + place), depth = position - past;
   Node node{row, 0, past + depth + 1, position + 1, static_cast<int64_t>(tails.size())};
   if (c.window && position >= c.window) node.begin = position - c.window + 1;
   if (c.chunk) node.begin = std::max(node.begin, position / c.chunk * c.chunk);

@@ -43,7 +43,11 @@ float *TreeAttention::present(OrtKernelContext *context, AttentionInput cache, A
 
 void TreeAttention::compute(OrtKernelContext *context) const {
   const auto optional = [&](AttentionInput number) { return input(api_, context, number); };
-  const auto tensor = [&](AttentionInput number) { return Tensor(api_, input(api_, context, number)); };
+  const auto tensor = [&](AttentionInput number) {
+    const OrtValue *value = input(api_, context, number);
+    expect(value != nullptr, number, "a tensor");
+    return Tensor(api_, value);
+  };
   const Tensor q = tensor(kQ), keys = tensor(kKeyCache), mask = tensor(kTreeMask);
   const Tensor positions = tensor(kPositions), cache_len = tensor(kCacheLen);
   redraft_attention_call call{};
