@@ -1,5 +1,5 @@
-// The intrinsics of AVX-512 VNNI and AVX-VNNI that the products use, on plain arrays, for CPUs that lack them. Included
-// instead of immintrin.h, or after it for a file that is compiled with AVX2.
+// The intrinsics of AVX-512, its VNNI and AVX-VNNI that products and attention use, on plain arrays, for CPUs that lack
+// them. Included instead of immintrin.h, or after it for a file that is compiled with AVX2.
 
 #pragma once
 
@@ -38,6 +38,13 @@ Ints dpbusd(const Ints &sums, const Ints &a, const Ints &b) {
 
 static inline __m256i emulated_dpbusd(__m256i sums, __m256i a, __m256i b) { return emulated::dpbusd<8>(sums, a, b); }
 #define _mm256_dpbusd_avx_epi32 emulated_dpbusd
+
+template <class Floats>
+static inline Floats emulated_fmadd(Floats a, Floats b, Floats c) {
+  for (int i = 0; i < 16; ++i) a[i] = std::fma(a[i], b[i], c[i]);
+  return a;
+}
+#define _mm512_fmadd_ps emulated_fmadd
 
 #else
 

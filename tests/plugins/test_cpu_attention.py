@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,12 @@ from .attention import (
     reference,
     written,
 )
+from .builds import AVX2, CPU, ROOT, SANITIZERS, arm_tools, build_kernels, find_compiler, x86_compiler
 from .products import Floats, check_equal
 
+SOURCES = CPU / "attention"
+PROGRAM = ROOT / "tests/plugins/attention_test.cpp"
+COMMON = [PROGRAM, *(SOURCES / name for name in ("entries.cpp", "plan.cpp", "scalar.cpp"))]
 LENGTHS = ((0, 1, 15, 16), (255, 256, 257, 600))
 SIZES = ((1, 20, 8, 33), (9, 12, 14, 30))
 """Nodes of the sequences with these lengths. An odd number is a chain, an even one a tree."""
@@ -60,7 +65,7 @@ TEXT_FORMS: dict[str, dict[str, Any]] = {
 def attention() -> Attention:
     """The library of `make operators`. Skips only if no C++ compiler can build it."""
     path = BUILD / OPERATORS_LIBRARY
-    if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    if not path.exists() and not find_compiler():
         pytest.skip("no C++ compiler here to build the operators")
     return Attention(path)
 
@@ -365,3 +370,34 @@ def test_unknown_instruction_sets_are_refused(attention: Attention) -> None:
     assert before in ISAS
     assert not attention.use("sse9")
     assert attention.isa == before
+
+
+@pytest.fixture(scope="module")
+def expected_hash(attention: Attention, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the program's calls with the library of `make operators`."""
+    program = tmp_path_factory.mktemp("hash") / "test"
+    build_kernels(program, x86_compiler(), [PROGRAM, BUILD / OPERATORS_LIBRARY], {}, link=[f"-Wl,-rpath,{BUILD}"])
+    return _hashes(program)["scalar"]
+
+
+def _hashes(*command: str | Path) -> dict[str, str]:
+    """Return the hash of the program's calls by each instruction set."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr[-4000:]
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def test_kernels_of_arm(expected_hash: str, tmp_path: Path) -> None:
+    """Under an emulator of the processor: the bits of this CPU."""
+    compiler, emulator = arm_tools()
+    isas = {SOURCES / "neon.cpp": ["-march=armv8-a"]}
+    build_kernels(tmp_path / "test", compiler, COMMON, isas, link=["-static"])
+    assert _hashes(emulator, tmp_path / "test") == {"neon": expected_hash, "scalar": expected_hash}
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing(expected_hash: str, tmp_path: Path) -> None:
+    """Addresses and undefined behavior of every kernel. That of AVX-512 has its instruction emulated."""
+    isas = {SOURCES / "avx512.cpp": ["-DREDRAFT_EMULATED", "-Wno-psabi", *AVX2], SOURCES / "avx2.cpp": AVX2}
+    build_kernels(tmp_path / "test", x86_compiler(), COMMON, isas, flags=[*SANITIZERS, "-O0"])
+    assert _hashes(tmp_path / "test") == {"avx512": expected_hash, "avx2": expected_hash, "scalar": expected_hash}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,22 +15,20 @@ from redraft.plugins.library import BUILD
 from tests.conftest import Once
 
 from . import products as checks
+from .builds import AVX2, CPU, ROOT, SANITIZERS, arm_tools, build_kernels, find_compiler, x86_compiler
 from .products import BLOCKS, ISAS, BlockMatrix, Products, check_equal, reference
 
-ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "plugins" / "cpu" / "products"
-COMMON = ("entries.cpp", "pack.cpp", "scalar.cpp")
+SOURCES = CPU / "products"
+COMMON = [SOURCES / name for name in ("entries.cpp", "pack.cpp", "scalar.cpp")]
 EVERY_COUNT = (*range(1, 41), 256)
-STRICT = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
-EMULATED = {"avx_vnni": ("-mavx2", "-mfma"), "avx512_vnni": ("-ffp-contract=off",)}
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+EMULATED = {"avx_vnni": ("-DREDRAFT_EMULATED", *AVX2), "avx512_vnni": ("-DREDRAFT_EMULATED",)}
 
 
 @pytest.fixture(scope="module")
 def products() -> Products:
     """The library of `make kernels-cpu`. Skips only if no C++ compiler can build it."""
     path = BUILD / "libredraft_operators.so"
-    if not path.exists() and not _compiler():
+    if not path.exists() and not find_compiler():
         pytest.skip("no C++ compiler here to build the products")
     return Products(path)
 
@@ -104,23 +100,17 @@ def test_unknown_instruction_sets_are_refused(products: Products) -> None:
 @pytest.mark.parametrize("isa", EMULATED)
 def test_kernels_of_other_cpus(once: Once, isa: str) -> None:
     """Their own source with the instructions emulated, so that indexing is proved, not the instructions."""
-    if platform.machine() != "x86_64" or not _compiler():
-        pytest.skip("needs a C++ compiler for x86-64")
-    emulated = Products(once(_build, isa=isa, flags=EMULATED[isa], emulated=True) / "products.so")
+    emulated = Products(once(_build, x86_compiler(), isa, EMULATED[isa]) / "products.so")
     assert emulated.isa == isa
     checks.check_all(emulated, (*range(1, 14), 25))
 
 
 def test_kernels_of_arm(tmp_path: Path) -> None:
     """Under an emulator of the processor, against plain C++."""
-    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
-    if not (compiler and emulator):
-        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
-    common: list[str | Path] = [compiler, *STRICT, "-O1", "-DREDRAFT_NEON_DOT"]
-    own: list[str | Path] = ["-march=armv8.2-a+dotprod", "-c", SOURCES / "neon_dot.cpp", "-o", tmp_path / "isa.o"]
-    subprocess.run([*common, *own], check=True)
-    sources = [ROOT / "tests/plugins/products_test.cpp", *(SOURCES / name for name in COMMON)]
-    subprocess.run([*common, "-static", *sources, tmp_path / "isa.o", "-o", tmp_path / "test"], check=True)
+    compiler, emulator = arm_tools()
+    sources = [ROOT / "tests/plugins/products_test.cpp", *COMMON]
+    isas = {SOURCES / "neon_dot.cpp": ["-march=armv8.2-a+dotprod"]}
+    build_kernels(tmp_path / "test", compiler, sources, isas, link=["-static"])
     done = subprocess.run([emulator, tmp_path / "test"], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()) == (0, ["neon_dot"]), done.stdout + done.stderr
 
@@ -128,10 +118,9 @@ def test_kernels_of_arm(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sanitizers_find_nothing(once: Once) -> None:
     """Addresses and undefined behavior of every kernel; arrays of NumPy have the sanitizer's red zones too."""
-    if platform.machine() != "x86_64" or not _compiler():
-        pytest.skip("needs a C++ compiler for x86-64")
-    library = once(_build, isa="avx2", flags=("-mavx2", "-mfma", *SANITIZERS), emulated=False) / "products.so"
-    runtime = subprocess.run([_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    compiler = x86_compiler()
+    library = once(_build, compiler, "avx2", AVX2, SANITIZERS) / "products.so"
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     command: list[str | Path] = [sys.executable, "-m", "tests.plugins.products", library]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
@@ -139,16 +128,7 @@ def test_sanitizers_find_nothing(once: Once) -> None:
     assert "scalar" in done.stdout.split()
 
 
-def _compiler() -> str:
-    return shutil.which("c++") or shutil.which("g++") or ""
-
-
-def _build(folder: Path, isa: str, flags: tuple[str, ...], emulated: bool) -> None:
-    """Build the library with one instruction set besides `scalar`, warnings as errors."""
-    defined = [f"-DREDRAFT_{isa.upper()}", "-fvisibility=hidden", *(["-DREDRAFT_EMULATED"] if emulated else [])]
-    sanitized = [flag for flag in flags if flag in SANITIZERS]
-    common: list[str | Path] = [_compiler(), *STRICT, *defined, *sanitized, f"-I{ROOT / 'tests' / 'plugins'}"]
-    own: list[str | Path] = ["-c", SOURCES / f"{isa}.cpp", "-O1", *flags, "-o", folder / "isa.o"]
-    subprocess.run([*common, *own], check=True)
-    others = [SOURCES / name for name in COMMON]
-    subprocess.run([*common, "-O1", "-shared", *others, folder / "isa.o", "-o", folder / "products.so"], check=True)
+def _build(folder: Path, compiler: str, isa: str, own: tuple[str, ...], flags: tuple[str, ...] = ()) -> None:
+    """Build the library with one instruction set besides `scalar`."""
+    isas = {SOURCES / f"{isa}.cpp": own}
+    build_kernels(folder / "products.so", compiler, COMMON, isas, flags=flags, link=["-shared"])

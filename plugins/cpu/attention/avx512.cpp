@@ -3,6 +3,10 @@
 #include "attend.h"
 #include "transpose_avx.h"
 
+#ifdef REDRAFT_EMULATED
+#include "emulated.h"
+#endif
+
 namespace {
 
 struct Avx512 : AvxTranspose {
@@ -12,7 +16,13 @@ struct Avx512 : AvxTranspose {
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 };
 
-bool is_here() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
+bool is_here() {
+#ifdef REDRAFT_EMULATED
+  return true;
+#else
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+#endif
+}
 
 }  // namespace
 

@@ -1,0 +1,53 @@
+"""Builds of the CPU kernels for tests: with sanitizers, with emulated instructions, and for emulated processors."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CPU = ROOT / "plugins" / "cpu"
+STRICT = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+AVX2 = ("-mavx2", "-mfma")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-D_GLIBCXX_ASSERTIONS")
+
+
+def find_compiler() -> str:
+    """Return the C++ compiler, or ""."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
+
+
+def x86_compiler() -> str:
+    """Return the C++ compiler; skips without one, and on other processors."""
+    if platform.machine() != "x86_64" or not (found := find_compiler()):
+        pytest.skip("needs a C++ compiler for x86-64")
+    return found
+
+
+def arm_tools() -> tuple[str, str]:
+    """Return the compiler for ARM and the emulator; skips without them."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if not (compiler and emulator):
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
+    return compiler, emulator
+
+
+def build_kernels(
+    to: Path, compiler: str, sources: Sequence[Path], isas: Mapping[Path, Sequence[str]], *,
+    flags: Sequence[str] = (), link: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Build a program or library of sources and instruction sets, warnings as errors.
+
+    isas: their files, with flags of their own.   flags: of all files.   link: of the linker.
+    """
+    defined = [f"-DREDRAFT_{file.stem.upper()}" for file in isas]
+    common = [compiler, *STRICT, "-O1", "-fvisibility=hidden", f"-I{Path(__file__).parent}", *defined, *flags]
+    objects = [to.with_name(f"{file.stem}.o") for file in isas]
+    for (file, own), compiled in zip(isas.items(), objects, strict=True):
+        subprocess.run([*common, *own, "-c", file, "-o", compiled], check=True)
+    subprocess.run([*common, *link, *sources, *objects, "-o", to], check=True)
