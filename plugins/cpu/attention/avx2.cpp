@@ -7,7 +7,7 @@ namespace {
 
 struct Avx2 : AvxTranspose {
   typedef float Floats __attribute__((vector_size(32)));
-  typedef int32_t Ints __attribute__((vector_size(32)));
+  typedef uint32_t Ints __attribute__((vector_size(32)));
   static constexpr int kLanes = 8, kMostRows = 6;
   static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 };

@@ -11,7 +11,7 @@ namespace {
 
 struct Avx512 : AvxTranspose {
   typedef float Floats __attribute__((vector_size(64)));
-  typedef int32_t Ints __attribute__((vector_size(64)));
+  typedef uint32_t Ints __attribute__((vector_size(64)));
   static constexpr int kLanes = 16, kMostRows = 12;
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 };

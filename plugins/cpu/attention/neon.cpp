@@ -7,7 +7,7 @@ namespace {
 
 struct Neon : Transpose {
   typedef float Floats __attribute__((vector_size(16)));
-  typedef int32_t Ints __attribute__((vector_size(16)));
+  typedef uint32_t Ints __attribute__((vector_size(16)));
   static constexpr int kLanes = 4, kMostRows = 6;
   static Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 };
