@@ -277,7 +277,7 @@ def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | Non
     into the first block, and the likeliest chain. The result is the part with more expected tokens.
     """
     within = block_rows is None or cache_len % block_rows + len(tree) <= block_rows
-    if branches and within:
+    if within and (branches or tree.on_device):  # one on the device is copied first unless it may be verified there
         return tree
     if tree.on_device:
         assert block_rows is not None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from redraft.runtime.sampling.sampler import Greedy
+from redraft.runtime.trees.device_tree import DeviceTree
 from redraft.runtime.trees.offers import StepLimits
 from redraft.runtime.trees.tree import (
     accepted_path,
@@ -138,6 +139,8 @@ def test_a_tree_within_a_block_or_a_chain_across_two_is_verified_whole() -> None
     assert exact_part(line, 126, True, 128) is line
     assert exact_part(line, 126, False, 128) is line
     assert exact_part(BRANCHED, 126, True, None) is BRANCHED
+    drafted = DeviceTree(None, 0, 4)  # type: ignore[arg-type] - of no drafts
+    assert exact_part(drafted, 126, False, None) is exact_part(drafted, 120, False, 128) is drafted
 
 
 @pytest.mark.parametrize(("past", "left"), [(124, [5, 6, 7, 8]), (126, [5, 7, 8]), (127, [5, 7, 8])])
