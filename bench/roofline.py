@@ -44,11 +44,13 @@ LEAST_STREAMED_BYTES = 1 << 20
 COPIES = 8
 """Copies within a device between two waits for their end; they take far longer than a wait."""
 HEADER = ("graph", "tokens", "weights MB", "KV MB", "other MB", "least ms", "GB/s", "of bandwidth")
+HOST_VERIFIERS = (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
+"""Forms of the verifier that the host's table compares; the one that runs is the last."""
 Calls = dict[tuple[str, int], Callable[[], float]]
 """By graph and tokens, a function that runs such a call and returns its milliseconds."""
 _BLOCKS, _RUNS = 6, 16
 _ROWS_ONLY = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2), ("GroupQueryAttention", 7),
-              ("GroupQueryAttention", 8)}  # fmt: skip
+              ("GroupQueryAttention", 8), (names.CPU_TREE_ATTENTION, 11), (names.CPU_TREE_ATTENTION, 12)}  # fmt: skip
 """Operators and those of their inputs that they read only for as many rows as there are tokens."""
 
 
@@ -89,7 +91,8 @@ def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
     further, tables = 0, set[str]()
     table_rows: Mapping[str, int] = {}
     if drafter := drafter_of(bundle.manifest, graph):
-        spec = drafter.method.graphs[graph.removesuffix(names.SINGLE).removeprefix(f"{drafter.id}.")]
+        role, _, _ = graph.removeprefix(f"{drafter.id}.").partition(".")
+        spec = drafter.method.graphs[role]
         further = spec.chain_steps(drafter.shape) - 1 if spec.chain_steps else 0
         table_rows = spec.looked_up(drafter.shape)
         tables = {table.name for table in drafter.method.tables(drafter.shape)}
@@ -175,10 +178,10 @@ def measure(
         host = partial(HostDevice, bundle, count, step_graphs=False, max_num_seqs=1)
         verifiers = {
             graph: open_verifier(bundle, host(verifier_graph=graph))
-            for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
+            for graph in dict.fromkeys((*HOST_VERIFIERS, host().verifier_graph))
             if graph in bundle.manifest.graphs
         }
-        calls = _calls(bundle, verifiers, (1, nodes), kv_len, f"{names.DRAFT}{names.SINGLE}")
+        calls = _calls(bundle, verifiers, (1, nodes), kv_len)
         return _timed(bundle, "host", count, kv_len, calls, HostStream(count))
     with Runtime.open(path, threads, verify=False, device=device) as runtime:
         verifier = runtime.verifier
@@ -204,21 +207,16 @@ def _timed(
     return Roofline(device, threads, kv_len, memory.read, memory.copy, memory.size, tuple(engines))
 
 
-def _calls(
-    bundle: Bundle, verifiers: Mapping[str, Verifier], sizes: Sequence[int], kv_len: int, lowered: str = names.DRAFT
-) -> Calls:
-    """Return the calls of all verifiers and, over the last of them, of all drafters.
-
-    lowered: the form of the draft's graph that runs, if the bundle has it.
-    """
+def _calls(bundle: Bundle, verifiers: Mapping[str, Verifier], sizes: Sequence[int], kv_len: int) -> Calls:
+    """Return the calls of all verifiers and, over the last of them, of all drafters."""
     calls: Calls = {}
     for graph, verifier in verifiers.items():
         calls |= {(graph, tokens): partial(verifier.measure_ms, 1, tokens, kv_len) for tokens in sizes}
     for drafter in read_drafters(bundle.manifest):
         loaded = load_drafter(drafter.id, verifier, {}, bundle)
         assert isinstance(loaded, EngineDrafter)
-        draft = lowered if lowered in drafter.record.graphs else names.DRAFT
-        calls[drafter.graph(draft), CATCH_UP_ROWS] = partial(_draft_ms, loaded, kv_len, 0)
+        draft = verifier.device.form(drafter.graph(names.DRAFT))
+        calls[draft, CATCH_UP_ROWS] = partial(_draft_ms, loaded, kv_len, 0)
         if names.RESAMPLE in drafter.record.graphs:
             calls[drafter.graph(names.RESAMPLE), 1] = partial(_draft_ms, loaded, kv_len, 1)
     return calls

@@ -143,6 +143,10 @@ class Device(ABC):
     block_rows: int | None
     own_attention = False
 
+    def form(self, graph: str) -> str:
+        """Return the form of a drafter's graph that the device runs: a graph of the bundle."""
+        return graph
+
     @abstractmethod
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
         """Return a buffer of zeros. Raises BackendError if memory is full."""

@@ -176,10 +176,12 @@ class HostDevice(Device):
             program = load_program(self.bundle, self.verifier_graph, self._threads)
             packed = any(spec.name == names.PACKED_ROWS for spec in program.inputs)
             return PaddedVerifier(program, record) if packed and self.step_graphs else program
+        return load_program(self.bundle, self.form(graph), 1 if short else self._threads)
+
+    def form(self, graph: str) -> str:
         own = [names.operators(graph)] if find_operators() is not None else []
         lowered = own + ([names.single(graph)] if self._single else []) + [names.batch(graph)]
-        graph = next((name for name in lowered if name in self.bundle.manifest.all_graphs), graph)
-        return load_program(self.bundle, graph, 1 if short else self._threads)
+        return next((name for name in lowered if name in self.bundle.manifest.all_graphs), graph)
 
     def chain(self, runs: Sequence[Run]) -> InOrder:
         return InOrder(tuple(runs))

@@ -29,7 +29,7 @@ from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.loop.decode_loop import DecodeLoop
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.observe.profiling import STEP
-from redraft.runtime.requests.batch import Batch, RequestStep
+from redraft.runtime.requests.batch import Batch, Chunk, RequestStep
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.sampler import Greedy
 
@@ -41,8 +41,8 @@ class CountingLoop(DecodeLoop):
 
     calls = rows = 0
 
-    def verify(self, batch: Batch) -> None:
-        super().verify(batch)
+    def verify(self, batch: Batch, chunks: Sequence[Chunk] = ()) -> None:
+        super().verify(batch, chunks)
         self.calls += 1
         self.rows += sum(len(step.tree) for step in batch.steps)
 

@@ -93,9 +93,10 @@ class DecodeLoop:
         """Compute one step of all requests, and return what it brought."""
         batch = self.scheduler.schedule()
         if batch.steps:
+            chunks = self._chunks_to_verify(batch)
             with self._ranges.stage(STEP):
                 self.draft(batch)
-                self.verify(batch)
+                self.verify(batch, chunks)
                 self.commit(batch)
             self._computed(batch.verified_chunks, batch.times.chunks_ms)
         for chunk in batch.chunks:
@@ -155,11 +156,15 @@ class DecodeLoop:
                     batch.check(step.request, tree)
                     step.made.append((offer, tree))
 
-    def verify(self, batch: Batch) -> None:
-        """Verify the trees in one call, which computes the chunks too if it can. If it fails, nothing is computed."""
+    def _chunks_to_verify(self, batch: Batch) -> list[Chunk]:
+        """Return the chunks that the verification's call computes too."""
+        if self._apart or not self.verifier.steps.takes_chunks:
+            return []
+        return [one for one in batch.chunks if one.request.finish_reason is None]
+
+    def verify(self, batch: Batch, chunks: Sequence[Chunk] = ()) -> None:
+        """Verify the trees and compute the chunks in one call. If it fails, nothing is computed."""
         stage, trees = self._ranges.stage, [step.tree for step in batch.steps]
-        chunks = [one for one in batch.chunks if one.request.finish_reason is None]
-        chunks = chunks if self.verifier.steps.takes_chunks and not self._apart else []
         try:
             outcomes = self.verifier.verify(
                 batch.requests, trees, [tree for step in batch.steps for _, tree in step.made], chunks

@@ -198,6 +198,8 @@ class Scheduler:
         beside, sequences = sum([chunk.tokens for chunk in chunks]), max(len(steps), 1)
         rows = min(verifier.max_model_len - most, verifier.largest_tree, (verifier.most_rows - beside) // sequences)
         rows = min(rows, 1 + (spare - beside) // sequences)
+        if chunks and verifier.steps.takes_chunks:  # in the same call, a prompt's row is of use for certain
+            rows = min(rows, 1)
         past_end = verifier.device.step_graphs
         limits = CallLimits(rows, verifier.branches, verifier.block_rows, past_end, verifier.vocabulary)
         return Batch(steps, limits, chunks)

@@ -195,6 +195,23 @@ def test_chunks_of_several_prompts_share_a_step_within_its_rows() -> None:
     assert found == [49, 49, PREFILL_CHUNK - 98, 0]
 
 
+def test_a_verification_with_chunks_has_no_drafts() -> None:
+    """A row of a prompt is of use for certain. Drafts go on in the next steps."""
+    engine = FakeEngine(sparse=True)
+    loop = loop_of(engine=engine)
+    one, other = request(letters(3), 80), request(letters(40), 4)
+    one.speculation = Speculation(Wide(loop.verifier), FixedBudget(Budget(5, 1, 5)))
+    loop.add(one)
+    loop.step()
+    loop.add(other)
+    engine.rows.clear()
+    while not other.new_tokens:
+        before = other.num_computed_tokens
+        loop.step()
+        computed = other.num_computed_tokens - before
+        assert engine.rows[-1] == (6 + 1 if other.new_tokens else 1 + computed if computed else 6)
+
+
 def test_a_verification_without_chunks_is_measured_now_and_then() -> None:
     engine = FakeEngine(sparse=True)
     loop = loop_of(engine=engine)
