@@ -21,6 +21,7 @@ from redraft import names
 from redraft.bench import roofline
 from redraft.bench.roofline import COPIES, LEAST_STREAMED_BYTES, DeviceStream, HostStream, Traffic, measure, traffic
 from redraft.engines import Bundle, open_bundle
+from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.profiles import CallLimits, profiles_of, verifier_symbols
 from redraft.engines.tensorrt_records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError
