@@ -19,7 +19,7 @@ from redraft.runtime.steps.verifier import PREFILL_CHUNK, Verifier
 
 CHUNK_SHARE = 1.6
 """Time of a step's prompt rows, relative to the verification that running requests wait for. The gap between their
-tokens is then at most 2.6 times the usual one, and a prompt beside them takes 1.6 times as long as alone."""
+tokens is then about 2.6 times the usual one, and a prompt beside them takes at least 1.6 times as long as alone."""
 LEAST_CHUNK, CHUNK_MULTIPLE = 8, 2
 """Prompt rows of a step, at least, and their multiple. Fewer would take nearly as long, and a call of a new size takes
 3 ms to prepare."""

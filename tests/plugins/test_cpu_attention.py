@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from redraft.plugins.library import BUILD
-from redraft.plugins.operators import OPERATORS_LIBRARY
+from redraft.plugins.operators import OPERATORS_LIBRARY, Operators
 
 from .attention import (
     ISAS,
@@ -31,7 +31,7 @@ from .attention import (
     reference,
     written,
 )
-from .builds import AVX2, CPU, ROOT, SANITIZERS, arm_tools, build_kernels, find_compiler, x86_compiler
+from .builds import AVX2, CPU, ROOT, SANITIZERS, arm_tools, build_kernels, x86_compiler
 from .products import Floats, check_equal
 
 SOURCES = CPU / "attention"
@@ -62,12 +62,9 @@ TEXT_FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def attention() -> Attention:
-    """The library of `make operators`. Skips only if no C++ compiler can build it."""
-    path = BUILD / OPERATORS_LIBRARY
-    if not path.exists() and not find_compiler():
-        pytest.skip("no C++ compiler here to build the operators")
-    return Attention(path)
+def attention(operators_library: Operators) -> Attention:
+    """The kernels of `make operators`."""
+    return Attention(operators_library.path)
 
 
 @pytest.fixture(params=ISAS)
