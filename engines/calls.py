@@ -31,7 +31,9 @@ class Calls:
     def __init__(self, program: Program) -> None:
         self.inputs, self.outputs = program.inputs, program.outputs
         self._program = program
+        self._dtypes: dict[str, Dtype] = {spec.name: spec.dtype for spec in (*self.inputs, *self.outputs)}
         self._bound: dict[str, Array] = {}
+        self._parts: dict[tuple[str, int, int], HostBuffer] = {}
         self._calls: dict[tuple[tuple[str, int], ...], Call] = {}
         self._bindable = {spec.name: spec for spec in (*self.inputs, *self.outputs) if spec.in_place_of is None}
 
@@ -49,6 +51,7 @@ class Calls:
         if not _fits(spec, array.shape):
             raise ValueError(f"{name}: expected shape {spec.shape}, found {array.shape}")
         self._bound[name] = array
+        self._parts.clear()
         self._calls.clear()
 
     def prepare(self, **sizes: int) -> Call:
@@ -84,18 +87,14 @@ class Calls:
                 f"expected sizes of {', '.join(sorted(symbols))}, found {', '.join(sorted(sizes)) or 'none'}"
             )
         given = {**like.inputs, **like.outputs} if like else arrays or {}
-        used = {name: self._part(name, sizes, first) for name in self._bound}
-        used |= {name: given[name] if name in given else aligned(spec, sizes) for name, spec in own.items()}
-        used |= {spec.name: used[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
-        buffers = {name: HostBuffer.of(self._dtypes[name], array) for name, array in used.items()}
+        used = {name: given[name] if name in given else aligned(spec, sizes) for name, spec in own.items()}
+        buffers = {name: self._part(name, sizes, first) for name in self._bound}
+        buffers |= {name: HostBuffer.of(self._dtypes[name], array) for name, array in used.items()}
+        buffers |= {spec.name: buffers[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
         run = self._program.bind(buffers)
         return Call({name: used[name] for name in inputs}, {name: used[name] for name in outputs}, run)
 
-    @property
-    def _dtypes(self) -> dict[str, Dtype]:
-        return {spec.name: spec.dtype for spec in (*self.inputs, *self.outputs)}
-
-    def _part(self, name: str, sizes: Mapping[str, int], first: int) -> Array:
+    def _part(self, name: str, sizes: Mapping[str, int], first: int) -> HostBuffer:
         """Return the entries of a bound array from `first` on, one for each sequence of a call."""
         array = self._bound[name]
         leading = self._bindable[name].shape[0]
@@ -105,7 +104,10 @@ class Calls:
             raise ValueError(
                 f"{name}: expected {leading} of at most {len(array)}, the bound array's length, found {wanted}"
             )
-        return array[first:wanted]
+        key = name, first, wanted
+        if key not in self._parts:
+            self._parts[key] = HostBuffer.of(self._dtypes[name], array[first:wanted])
+        return self._parts[key]
 
 
 def aligned(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:

@@ -240,11 +240,10 @@ def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -
     sizes: dict[str, int] = {}
     for spec in specs:
         buffer = buffers[spec.name]
-        fits = len(buffer.shape) == len(spec.shape) and all(
-            found == (sizes.setdefault(dim, found) if isinstance(dim, str) else dim)
-            for dim, found in zip(spec.shape, buffer.shape, strict=True)
-        )
-        if not fits or buffer.dtype != spec.dtype:
+        fits = len(buffer.shape) == len(spec.shape) and buffer.dtype == spec.dtype
+        for dim, found in zip(spec.shape, buffer.shape, strict=False):
+            fits = fits and found == (sizes.setdefault(dim, found) if isinstance(dim, str) else dim)
+        if not fits:
             raise ValueError(
                 f"{spec.name}: expected {spec.dtype}{list(spec.shape)} with {sizes}, found {buffer.dtype}"
                 f"{list(buffer.shape)}"

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -55,7 +56,7 @@ class HostBuffer:
         """Return a buffer over the memory of a C-contiguous array."""
         return cls(dtype, array.shape, array)
 
-    @property
+    @cached_property
     def address(self) -> int:
         return int(self.host.ctypes.data)
 

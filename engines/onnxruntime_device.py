@@ -30,6 +30,8 @@ from redraft.plugins.library import find_kernels
 
 NO_WAITING = "disable_synchronize_execution_providers"
 """Options of a run on CUDA: ONNX Runtime does not wait for the end of its work on the stream."""
+_Place = tuple[str, str, int, Any, tuple[int, ...]]
+"""A tensor's name, device, address, element type and shape."""
 _LOG = logging.getLogger("redraft.onnxruntime")
 _BFLOAT16 = 16
 """ONNX's number of a type that NumPy lacks."""
@@ -96,30 +98,42 @@ class OnnxRuntimeProgram(Program):
         self._device = device
         self._on_host = on_host
         self._options = options
+        self._binding = session.io_binding()
+        self._places: tuple[_Place, ...] | None = None
+        """What the binding has: one for all runs, since they follow each other."""
 
     def _bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        binding = self._session.io_binding()
-        for specs, add in ((self.inputs, binding.bind_input), (self.outputs, binding.bind_output)):
-            for spec in specs:
-                buffer = buffers[spec.name]
-                kind: Any = _BFLOAT16 if buffer.dtype == "bfloat16" else np.dtype(buffer.dtype)
-                device, address = self._place(spec, buffer)
-                add(spec.name, device, 0, kind, buffer.shape, address)
-        native, bound, options = self._session._sess, binding._iobinding, self._options
-        keep = (binding, dict(buffers))
+        places = tuple([self._place(spec, buffers[spec.name]) for spec in (*self.inputs, *self.outputs)])
+        native, bound, options = self._session._sess, self._binding._iobinding, self._options
+        keep = dict(buffers)
 
         def run(_keep: object = keep) -> None:
+            if places is not self._places:
+                self._use(places)
             native.run_with_iobinding(bound, options)
 
         return run
 
-    def _place(self, spec: TensorSpec, buffer: Buffer) -> tuple[str, int]:
-        """Return the device and the address for binding a tensor."""
-        if spec.name not in self._on_host:
-            return self._device, buffer.address
-        if buffer.host is None:
-            raise BackendError(f"a session reads {spec.name} on the host, but the tensor is only on the GPU")
-        return "cpu", int(buffer.host.ctypes.data)
+    def _use(self, places: tuple[_Place, ...]) -> None:
+        """Let the session's next run use these places. Only those that change are bound, since binding takes time."""
+        inputs, known = len(self.inputs), self._places or [None] * len(places)
+        self._places = None
+        for number, (place, before) in enumerate(zip(places, known, strict=True)):
+            if place != before:
+                name, device, address, kind, shape = place
+                add = self._binding.bind_input if number < inputs else self._binding.bind_output
+                add(name, device, 0, kind, shape, address)
+        self._places = places
+
+    def _place(self, spec: TensorSpec, buffer: Buffer) -> _Place:
+        """Return where a tensor is bound: on the host, if the session reads it there."""
+        device, address = self._device, buffer.address
+        if spec.name in self._on_host:
+            if buffer.host is None:
+                raise BackendError(f"a session reads {spec.name} on the host, but the tensor is only on the GPU")
+            device, address = "cpu", int(buffer.host.ctypes.data)
+        kind: Any = _BFLOAT16 if buffer.dtype == "bfloat16" else np.dtype(buffer.dtype)
+        return spec.name, device, address, kind, buffer.shape
 
 
 def host_inputs(session: ort.InferenceSession) -> frozenset[str]:

@@ -37,24 +37,26 @@ class QueuedSession:
         return [SimpleNamespace(name="Cpu" if value.name in self.host else "Cuda") for value in self.get_inputs()]
 
     def io_binding(self) -> Any:
-        binding = self._session.io_binding()
+        """Return a binding whose values at the time of a run count, as kernels on a stream keep their arguments."""
+        values: dict[str, tuple[str, Any]] = {}
 
-        def bind(add: Any) -> Any:
+        def bind(add: str) -> Any:
             def bound(name: str, device: str, number: int, kind: Any, shape: tuple[int, ...], address: int) -> None:
                 where = {"cuda": "device", "cpu": "pinned"}[device]
                 self._cuda.check(where, address, 1)
                 self.bound[name] = device, address
-                add(name, "cpu", number, kind, shape, address)
+                values[name] = add, (name, "cpu", number, kind, shape, address)
 
             return bound
 
-        return SimpleNamespace(
-            bind_input=bind(binding.bind_input), bind_output=bind(binding.bind_output), _iobinding=binding
-        )
+        return SimpleNamespace(bind_input=bind("bind_input"), bind_output=bind("bind_output"), _iobinding=values)
 
-    def _run(self, binding: Any, options: ort.RunOptions) -> None:
+    def _run(self, values: dict[str, tuple[str, Any]], options: ort.RunOptions) -> None:
         assert options.get_run_config_entry(NO_WAITING) == "1"
         assert self._cuda.captured is None, "a session whose sizes follow its inputs cannot be captured"
+        binding = self._session.io_binding()
+        for add, value in values.values():
+            getattr(binding, add)(*value)
         self._cuda.put(lambda: self._session._sess.run_with_iobinding(binding._iobinding, None))
 
 
