@@ -53,10 +53,11 @@ def fuzz_entries(seconds: int, folder: Path) -> None:
         ]
         subprocess.run([program, *options, inputs], check=True)
         return
-    program, end = build_program(folder, x86_compiler()), time.monotonic() + seconds
-    for first in range(0, 1 << 32, 1000):
-        if time.monotonic() < end:
-            subprocess.run([program, "1000", str(first)], check=True)
+    program, first = build_program(folder, x86_compiler()), 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        subprocess.run([program, "100", str(first)], check=True)
+        first += 100
 
 
 def fuzz_sessions(seconds: int) -> None:

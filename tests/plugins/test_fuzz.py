@@ -23,7 +23,7 @@ from redraft.plugins.library import BUILD
 from redraft.plugins.operators import OPERATORS_LIBRARY, OPERATORS_VARIABLE, Operators, find_operators
 
 from . import fuzz
-from .builds import AVX2, x86_compiler
+from .builds import AVX2, find_compiler, x86_compiler
 
 Arrays = dict[str, NDArray[Any]]
 PRODUCT_INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
@@ -172,7 +172,7 @@ def check_attention(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("check_one", [check_product, check_attention])
 def test_malformed_models_and_calls_are_refused(operators_library: Operators, check_one: Any) -> None:
-    settings(max_examples=60, deadline=None, derandomize=True)(given(st.data())(check_one))()
+    settings(max_examples=40, deadline=None, derandomize=True)(given(st.data())(check_one))()
 
 
 @pytest.mark.parametrize("absent", ["k", "v", "cosines", "sines"])
@@ -186,7 +186,8 @@ def test_one_input_of_a_pair_is_refused(operators_library: Operators, absent: st
 
 def test_random_calls_of_the_entries(operators_library: Operators, tmp_path: Path) -> None:
     """Of the built library: bits and refusals."""
-    program = [x86_compiler(), "-std=c++17", "-O1", "-ffp-contract=off", fuzz.PROGRAM, operators_library.path]
+    compiler = find_compiler() or pytest.skip("no C++ compiler here")
+    program = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", fuzz.PROGRAM, operators_library.path]
     subprocess.run([*program, f"-Wl,-rpath,{BUILD}", "-o", tmp_path / "fuzz"], check=True)
     run(tmp_path / "fuzz", 500)
 
