@@ -29,6 +29,8 @@ constexpr float kUnwritten = 12345.0f;
 constexpr float kExtremes[] = {0.0f,           -0.0f,  HUGE_VALF, -HUGE_VALF, NAN,   -NAN,  3.4028235e38f,
                                -3.4028235e38f, 1e-45f, -1e-40f,   3e-38f,     1e30f, 127.5f};
 
+constexpr float kSizes[] = {0.0f, 1e-43f, 1e-41f, 1e-37f, 1e-10f, 1e18f, 1e38f};
+
 void expect(bool right, const char *what, const char *isa = "") {
   if (right) return;
   fprintf(stderr, "\n%s: %s\n", isa, what);
@@ -52,14 +54,15 @@ struct Bytes {
   bool rarely() { return below(16) == 15; }
   int64_t any(std::initializer_list<int64_t> of) { return of.begin()[below(static_cast<int64_t>(of.size()))]; }
 
-  // Numbers between -2 and 2; rarely with extreme ones among them.
+  // Numbers between -2 and 2, rarely tiny or huge ones, and rarely with extreme ones among them.
   Floats floats(int64_t count) {
     std::minstd_rand random(next() + 1);
+    const float size = rarely() ? kSizes[below(std::size(kSizes))] : 1.0f;
     const uint32_t share = rarely() ? 1 + next() % 256 : 0;
     Floats values(static_cast<size_t>(count));
     for (float &each : values) {
       const auto bits = static_cast<uint32_t>(random());
-      each = static_cast<float>(static_cast<int32_t>(bits << 1)) * 0x1p-30f;
+      each = static_cast<float>(static_cast<int32_t>(bits << 1)) * 0x1p-30f * size;
       if ((bits >> 8 & 255) < share) each = kExtremes[(bits >> 16) % std::size(kExtremes)];
     }
     return values;
