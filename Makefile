@@ -19,7 +19,7 @@ CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh plugins/cpu/*/*.cpp plugins/cpu/*/*.h \
   tests/plugins/*.cpp tests/plugins/*.h
 
-.PHONY: install install-dev demo engines plugins operators kernels-cpu test test-fast test-gpu check-tensorrt check-serving check-deploy soak smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
+.PHONY: install install-dev demo engines plugins operators kernels-cpu test test-fast fuzz test-gpu check-tensorrt check-serving check-deploy soak smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
   typed-tree clean
 
 # pip would compile all of torch, of which a build imports a fifth; Python keeps what it compiles at the first import.
@@ -113,6 +113,10 @@ test: install-dev kernels-cpu
 
 test-fast: install-dev kernels-cpu
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+# Random and malformed calls of the operators for MINUTES, with sanitizers, and with libFuzzer if clang++ is here.
+fuzz: install-dev kernels-cpu
+	$(BIN)/python -m tests.plugins.fuzz --minutes $(MINUTES)
 
 # Every graph of the embedded model through a real parser and builder of TensorRT, without a GPU: docs/tensorrt.md.
 check-tensorrt: install-dev

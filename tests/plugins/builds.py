@@ -22,6 +22,12 @@ def find_compiler() -> str:
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
 
 
+def find_clang() -> str:
+    """Return a clang++ with libFuzzer, or ""."""
+    names = (f"clang++{version}" for version in ("", *(f"-{number}" for number in range(21, 13, -1))))
+    return next(filter(None, map(shutil.which, names)), "")
+
+
 def x86_compiler() -> str:
     """Return the C++ compiler; skips without one, and on other processors."""
     if platform.machine() != "x86_64" or not (found := find_compiler()):
@@ -47,7 +53,7 @@ def build_kernels(
     """
     defined = [f"-DREDRAFT_{file.stem.upper()}" for file in isas]
     common = [compiler, *STRICT, "-O1", "-fvisibility=hidden", f"-I{Path(__file__).parent}", *defined, *flags]
-    objects = [to.with_name(f"{file.stem}.o") for file in isas]
+    objects = [to.with_name(f"{file.parent.name}.{file.stem}.o") for file in isas]
     for (file, own), compiled in zip(isas.items(), objects, strict=True):
         subprocess.run([*common, *own, "-c", file, "-o", compiled], check=True)
     subprocess.run([*common, *link, *sources, *objects, "-o", to], check=True)

@@ -71,7 +71,7 @@ bool equals_scalar(const char *isa, int bits, int block, int64_t rows, bool zero
 }  // namespace
 
 int main() {
-  for (const char *isa : {"avx512_vnni", "avx_vnni", "avx2", "neon_dot"}) {
+  for (const char *isa : {"avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot"}) {
     if (redraft_products_use(isa) != 0) continue;
     for (int bits = 4; bits <= 8; bits += 4) {
       for (int block = 16; block <= 256; block *= 2) {

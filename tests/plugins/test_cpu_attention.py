@@ -307,7 +307,10 @@ REFUSALS: dict[str, list[dict[str, Any]]] = {
     "expected at most 48 query heads for a key head": [{"q_heads": 98}],
     "expected heads of a multiple of 16 numbers, up to 256": [{"head_dim": size} for size in (0, -16, 8, 24, 272)],
     "window and chunk: expected no negative number": [{"window": -1}, {"chunk": -1}],
-    "expected a row for each place": [{"rows": rows} for rows in (0, 5, 7)],
+    "expected a row for each place": [
+        *({"rows": rows} for rows in (0, 5, 7)),
+        {"rows": 0, "sequences": 2**32, "nodes": 2**32},
+    ],
     "packed_rows: expected ascending places of the batch": [
         {"packed_rows": np.arange(6), "nodes": 0},
         *(

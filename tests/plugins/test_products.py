@@ -22,6 +22,7 @@ SOURCES = CPU / "products"
 COMMON = [SOURCES / name for name in ("entries.cpp", "pack.cpp", "scalar.cpp")]
 EVERY_COUNT = (*range(1, 41), 256)
 EMULATED = {"avx_vnni": ("-DREDRAFT_EMULATED", *AVX2), "avx512_vnni": ("-DREDRAFT_EMULATED",)}
+ARM = {"i8mm": "i8mm", "dot": "dotprod"}
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +110,10 @@ def test_kernels_of_arm(tmp_path: Path) -> None:
     """Under an emulator of the processor, against plain C++."""
     compiler, emulator = arm_tools()
     sources = [ROOT / "tests/plugins/products_test.cpp", *COMMON]
-    isas = {SOURCES / "neon_dot.cpp": ["-march=armv8.2-a+dotprod"]}
+    isas = {SOURCES / f"neon_{name}.cpp": [f"-march=armv8.2-a+{flag}"] for name, flag in ARM.items()}
     build_kernels(tmp_path / "test", compiler, sources, isas, link=["-static"])
     done = subprocess.run([emulator, tmp_path / "test"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split()) == (0, ["neon_dot"]), done.stdout + done.stderr
+    assert (done.returncode, done.stdout.split()) == (0, ["neon_i8mm", "neon_dot"]), done.stdout + done.stderr
 
 
 @pytest.mark.slow

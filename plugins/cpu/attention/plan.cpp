@@ -15,7 +15,10 @@ const char *Plan::make(const redraft_attention_call &given) {
   }
   if (c.window < 0 || c.chunk < 0) return "window and chunk: expected no negative number";
   if (!c.cosines != !c.sines) return "cosines and sines: expected both or none";
-  if (!c.packed_rows && c.rows != c.sequences * c.nodes) return "expected a row for each place";
+  int64_t places;
+  if (__builtin_mul_overflow(c.sequences, c.nodes, &places) || (!c.packed_rows && c.rows != places)) {
+    return "expected a row for each place";
+  }
   nodes.clear();
   tails.clear();
   tiles.clear();
@@ -26,7 +29,7 @@ const char *Plan::make(const redraft_attention_call &given) {
   int64_t before = -1;
   for (int64_t row = 0; row < c.rows; ++row) {
     const int64_t place = c.packed_rows ? c.packed_rows[row] : row;
-    if (place <= before || place >= c.sequences * c.nodes) return "packed_rows: expected ascending places of the batch";
+    if (place <= before || place >= places) return "packed_rows: expected ascending places of the batch";
     before = place;
     const int64_t sequence = place / c.nodes;
     if (const char *wrong = add(row, sequence, place % c.nodes)) return wrong;

@@ -73,7 +73,7 @@ void TreeAttention::compute(OrtKernelContext *context) const {
   call.interleaved = interleaved_;
   const int64_t q_numbers = q_heads_ * size, kv_numbers = kv_heads_ * size;
   call.q = static_cast<const float *>(q.data);
-  if (optional(kK) != nullptr) {
+  if (optional(kK) != nullptr || optional(kV) != nullptr) {
     const Tensor k = tensor(kK), v = tensor(kV);
     expect(q.shape[2] == q_numbers, kQ, "q_heads * D numbers a row");
     expect(k.count() == call.rows * kv_numbers, kK, "kv_heads * D numbers for each row of q");
@@ -98,7 +98,7 @@ void TreeAttention::compute(OrtKernelContext *context) const {
     expect(sinks.count() == q_heads_, kSinks, "[q_heads]");
     call.sinks = static_cast<const float *>(sinks.data);
   }
-  if (optional(kCosines) != nullptr) {
+  if (optional(kCosines) != nullptr || optional(kSines) != nullptr) {
     const Tensor cosines = tensor(kCosines), sines = tensor(kSines);
     expect(cosines.shape.size() == 2 && cosines.shape[1] == size / 2, kCosines, "[positions, D / 2]");
     expect(sines.shape == cosines.shape, kSines, "the shape of cosines");

@@ -18,6 +18,9 @@ const Kernels *const kAll[] = {
 #ifdef REDRAFT_AVX2
     &kAvx2,
 #endif
+#ifdef REDRAFT_NEON_I8MM
+    &kNeonI8mm,
+#endif
 #ifdef REDRAFT_NEON_DOT
     &kNeonDot,
 #endif

@@ -109,8 +109,9 @@ void multiply_tiles(const Packed &m, const uint8_t *scratch, int64_t rows, const
         (group < groups.larger ? larger : smaller)(m, m.tile(tile), scratch + row * bytes, ahead, found);
         for (int64_t i = 0; i < groups.rows(group); ++i) {
           float *to = y + (row + i) * m.n + tile * kColumns;
-          const float *add = bias + tile * kColumns;
-          for (int64_t c = 0; c < columns; ++c) to[c] = bias == nullptr ? found[i][c] : found[i][c] + add[c];
+          for (int64_t c = 0; c < columns; ++c) {
+            to[c] = bias == nullptr ? found[i][c] : found[i][c] + bias[tile * kColumns + c];
+          }
         }
       }
     }

@@ -1,37 +1,18 @@
 // ARM's dot product of signed bytes: codes are multiplied less 128, and so are zero points.
 
-#include <arm_neon.h>
 #include <sys/auxv.h>
 
 #include "dot.h"
 #include "multiply.h"
+#include "neon.h"
 
 namespace {
 
-struct NeonDot {
-  using Ints = int32x4_t;
-  using Floats = float32x4_t;
-  template <int kBits>
-  using Input = int8_t;
-  static constexpr int kVectors = 4, kMostRows = 4;
+struct NeonDot : Neon {
+  static constexpr int kMostRows = 4;
 
-  static Ints ints(int32_t value) { return vdupq_n_s32(value); }
   static Ints zero_point(int32_t code) { return ints(code - 128); }
-  static Ints zero_points(const uint8_t *from) {
-    const int32_t four[4] = {from[0] - 128, from[1] - 128, from[2] - 128, from[3] - 128};
-    return vld1q_s32(four);
-  }
-  static Floats floats(float value) { return vdupq_n_f32(value); }
-  static Floats load_floats(const uint8_t *from) { return vreinterpretq_f32_u8(vld1q_u8(from)); }
-  static Floats to_floats(Ints values) { return vcvtq_f32_s32(values); }
-  static void store(float *to, Floats values) { vst1q_f32(to, values); }
-  static Ints times(Ints a, Ints b) { return vmulq_s32(a, b); }
-  static Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
-  static Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
-
-  static uint8x16_t load_bytes(const uint8_t *from) { return vld1q_u8(from); }
-  static uint8x16_t low_halves(uint8x16_t bytes) { return vandq_u8(bytes, vdupq_n_u8(15)); }
-  static uint8x16_t high_halves(uint8x16_t bytes) { return vshrq_n_u8(bytes, 4); }
+  static Ints zero_points(const uint8_t *from) { return vsubq_s32(Neon::zero_points(from), ints(128)); }
 
   static Ints dot(Ints sums, uint8x16_t codes, const uint8_t *q) {
     const int8x16_t less_128 = vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(128)));
