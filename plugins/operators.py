@@ -1,4 +1,4 @@
-"""The operators for ONNX Runtime's CPU provider: products of weights with 4 and 8 bits, and attention over trees.
+"""The operators for ONNX Runtime's CPU provider: products of weights with 4 and 8 bits, attention over trees, gates.
 
 A session that registers the library runs `com.microsoft.MatMulNBits` with it, in graphs that also run without it. For
 the attention, bundles have graphs of their own (`redraft.names.VERIFIER_OPERATORS`) beside those for ONNX Runtime.
@@ -23,8 +23,8 @@ OFF = "off"
 OPERATORS_LIBRARY = "libredraft_operators.so"
 OPERATOR_NAMES = ("MatMulNBits", CPU_TREE_ATTENTION)
 """Types of the nodes that it computes."""
-_INTERFACES = 1, 1
-"""Numbers of the C entries of products and of attention."""
+_INTERFACES = 1, 2
+"""Numbers of the C entries of products, and of attention and gates."""
 PLAIN = "scalar"
 """The kernels' name for plain C++, which is slower than ONNX Runtime's own."""
 

@@ -118,6 +118,8 @@ TREE_ATTENTION_INPUTS = 9
 """Inputs of every TreeAttention node; sinks are an optional one more."""
 CPU_TREE_ATTENTION = "CpuTreeAttention"
 """The operator's form for redraft's operators on CPUs, with a rotation and packed rows."""
+SILU_GATE = "SiluGate"
+"""silu(g) * u of the halves g and u of each row, for redraft's operators on CPUs."""
 ADD_NOISE, TOKEN_HASHES, QUADRATIC = "AddNoise", "TokenHashes", "Quadratic"
 """Another operator of that domain, and the functions in its body: the hash, which the CPU has in another form, and a
 part of it."""

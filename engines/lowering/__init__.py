@@ -3,6 +3,7 @@
 redraft::TreeAttention        -> products and a softmax, any batch (`batch`), of packed or padded rows (`rows`)
                                  com.microsoft.GroupQueryAttention, one sequence, rotation inside it (`single`)
                                  redraft's own kernel, any batch, rotation inside it (`operators`)
+Split, Sigmoid, Mul, Mul      -> redraft::SiluGate, with redraft's operators only
 redraft::AddNoise             -> the hash in int32, skipped if no sequence of a call has noise
 Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
 
@@ -32,7 +33,7 @@ from redraft.engines.bundle import single_chain
 from redraft.engines.drafters import chain_outputs, single_sequence
 from redraft.engines.lowering.batch import BatchAttention
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
-from redraft.engines.lowering.operators import OperatorAttention, fits_operator
+from redraft.engines.lowering.operators import OperatorAttention, fits_operator, fuse_factors
 from redraft.engines.lowering.single import (
     ChainAttention,
     SingleAttention,
@@ -74,6 +75,7 @@ def lower_operators(folder: Path, portable: GraphRecord) -> GraphRecord | None:
     lowered = OperatorAttention(model.graph)
     for node in attentions:
         lowered.lower(node)
+    fuse_factors(model.graph)
     inputs, outputs = packed_inputs(portable.inputs), packed_outputs(portable.outputs)
     return _save(model, folder, GraphRecord(f"{names.VERIFIER_OPERATORS}.onnx", inputs, outputs))
 
@@ -155,6 +157,7 @@ def lower_drafter_operators(folder: Path, portable: GraphRecord, name: str, chai
         made = lowered.lower(node)
         if chain:
             _write_in_place(model.graph, made, number, last=node is attentions[-1])
+    fuse_factors(model.graph)
     outputs = chain_outputs(portable.outputs, len(attentions)) if chain else portable.outputs
     return _save(model, folder, GraphRecord(f"{name}.onnx", portable.inputs, outputs))
 

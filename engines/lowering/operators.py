@@ -1,9 +1,12 @@
 """`redraft::TreeAttention` by redraft's own kernel for CPUs (`redraft.plugins.operators`), for any number of sequences.
 
-It takes packed rows as they are. It rotates queries and keys itself if they have no other reader.
+It takes packed rows as they are. It rotates queries and keys itself if they have no other reader. What multiplies
+numbers one by one between the products becomes a part of a gate or of a norm's weight.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.convenience import replace_nodes_and_values
@@ -45,3 +48,59 @@ class OperatorAttention:
         made = ir.node(names.CPU_TREE_ATTENTION, inputs, attributes, domain=names.TREE_ATTENTION_DOMAIN, num_outputs=3)
         replace_nodes_and_values(self._graph, node, [node], [made], node.outputs, made.outputs)
         return made
+
+
+def fuse_factors(graph: ir.Graph) -> None:
+    """Replace gates by one node each, and let gates and norms multiply by the factors of a product's inputs."""
+    for split in [node for node in graph if node.op_type == "Split"]:
+        _fuse_gate(graph, split)
+    for norm in [node for node in graph if node.op_type == "RMSNormalization"]:
+        product, factors = _factors(norm.outputs[0])
+        weight = norm.inputs[1]
+        if product is None or factors is None or weight is None or weight.const_value is None:
+            continue
+        scaled = ir.Value(name=f"{factors.name}.weight", shape=factors.shape, type=factors.type)
+        scaled.const_value = ir.tensor(weight.const_value.numpy() * _numbers(factors), name=scaled.name)
+        graph.register_initializer(scaled)
+        norm.replace_input_with(1, scaled)
+        replace_nodes_and_values(graph, product, [product], [], product.outputs, norm.outputs)
+
+
+def _fuse_gate(graph: ir.Graph, split: ir.Node) -> None:
+    """Replace silu(g) * u of the halves g and u of each row, and factors of that, by one node."""
+    sizes = split.inputs[1] if len(split.inputs) > 1 else None
+    if sizes is None or sizes.const_value is None or len(split.outputs) != 2 or len(set(_numbers(sizes))) != 1:
+        return
+    gates, values = split.outputs
+    if (sigmoid := next((node for node in gates.consumers() if node.op_type == "Sigmoid"), None)) is None:
+        return
+    if (silu := _multiplied(gates, sigmoid.outputs[0])) is None or (gated := _multiplied(silu, values)) is None:
+        return
+    if [len(value.uses()) for value in (gates, values, sigmoid.outputs[0], silu)] != [2, 1, 1, 1]:
+        return
+    last, factors = _factors(gated)
+    out = last.outputs[0] if last is not None else gated
+    made = ir.node(names.SILU_GATE, [split.inputs[0], factors], domain=names.TREE_ATTENTION_DOMAIN)
+    nodes = [node for node in (split, sigmoid, silu.producer(), gated.producer(), last) if node is not None]
+    replace_nodes_and_values(graph, nodes[-1], nodes, [made], [out], made.outputs)
+
+
+def _multiplied(a: ir.Value, b: ir.Value) -> ir.Value | None:
+    """Return the product of two values, if the graph has it."""
+    found = (node for node in a.consumers() if node.op_type == "Mul" and set(node.inputs) == {a, b})
+    return next((node.outputs[0] for node in found), None)
+
+
+def _factors(value: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
+    """Return the node that alone reads `value` and multiplies it by constants [n], and the constants, if there is one."""
+    readers = [] if value.is_graph_output() else list(value.uses())
+    if len(readers) == 1 and (node := readers[0].node).op_type == "Mul":
+        other = node.inputs[1 - readers[0].idx]
+        if other is not None and other.const_value is not None and other.shape is not None and other.shape.rank() == 1:
+            return node, other
+    return None, None
+
+
+def _numbers(value: ir.Value) -> Any:
+    assert value.const_value is not None
+    return value.const_value.numpy()

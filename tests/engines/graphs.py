@@ -20,6 +20,7 @@ _TYPES = {"int64": TensorProto.INT64, "bool": TensorProto.BOOL, "float32": Tenso
 class Decoder:
     """Sizes and features of a random decoder. `mlp` is the width of the feed-forward layer.
 
+    factors: True if the inputs of products that follow norms and gates are multiplied by constants.
     sizes_of_inputs: True if it reshapes rows by the sizes of other inputs, as exported graphs may.
     """
 
@@ -39,6 +40,7 @@ class Decoder:
     swish: bool = False
     biased_norm: bool = False
     sinks: bool = False
+    factors: bool = False
     sizes_of_inputs: bool = False
     seed: int = 0
 
@@ -52,7 +54,8 @@ class Decoder:
 class _Graph:
     """Nodes and initializers in the order of their addition. Values without a name get a number."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, factors: bool = False) -> None:
+        self.factors = factors
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self._random = np.random.default_rng(seed)
@@ -81,7 +84,12 @@ class _Graph:
         return self.node("RMSNormalization", x, self.gain(gain, size), out=out, axis=-1, epsilon=1e-5)
 
     def product(self, x: str, inner: int, out: str = "", **outer: int) -> str:
-        """x times the transpose of the stacked weights, each in the checkpoint's layout [outer, inner]."""
+        """x times the transpose of the stacked weights, each in the checkpoint's layout [outer, inner].
+
+        With `factors`, x is multiplied by constants before.
+        """
+        if self.factors:
+            x = self.node("Mul", x, self.gain(f"{next(iter(outer))}.factors", inner))
         stored = [self.weight(name, size, inner) for name, size in outer.items()]
         stack = self.node("Concat", *stored, axis=0) if len(stored) > 1 else stored[0]
         return self.node("MatMul", x, self.node("Transpose", stack, perm=[1, 0]), out=out)
@@ -96,7 +104,7 @@ def verifier_model(decoder: Decoder) -> onnx.ModelProto:
     """The portable graph, with the bodies of `redraft::TreeAttention`."""
     from redraft.export.graph.tree_attention import OPSET, bodies
 
-    d, graph = decoder, _Graph(decoder.seed)
+    d, graph = decoder, _Graph(decoder.seed, decoder.factors)
     angles = np.arange(d.max_positions)[:, None] / 10000 ** (np.arange(0, d.head_dim, 2) / d.head_dim)
     graph.constant("cos", np.cos(angles))
     graph.constant("sin", np.sin(angles))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .products import Floats, _fused
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
-ABI = 1
+ABI = 2
 BLOCK, LANES = 256, 16
 GUARD = 64
 """NaNs before and after each array that a call writes."""
@@ -146,6 +146,12 @@ def random_tree(rng: np.random.Generator, count: int) -> Parents:
     return tuple(place - 1 if rng.random() < 0.4 else int(rng.integers(-1, place)) for place in range(count))
 
 
+class _Gate(ctypes.Structure):
+    """`redraft_gate_call`."""
+
+    _fields_ = (("n", _int64), *((name, _pointer) for name in ("x", "factors", "y")))
+
+
 class Refused(Exception):
     """What the library finds wrong with a call."""
 
@@ -195,6 +201,16 @@ class Attention:
                 assert array.tobytes() == old.tobytes()
             raise Refused(message.decode())
         return out, keys, values_after
+
+
+    def gate(self, x: Floats, factors: Floats | None = None) -> Floats:
+        """Return the gated rows [N, n] of x [N, 2 n]. Fails if the call wrote past their end."""
+        rows, n = len(x), x.shape[1] // 2
+        y, guards = _guarded(np.full((rows, n), np.nan, np.float32))
+        given = _Gate(n, _address(x), None if factors is None else _address(factors), _address(y))
+        self.library.redraft_gate(ctypes.byref(given), _int64(0), _int64(rows))
+        assert all(np.isnan(guard).all() for guard in guards)
+        return y
 
 
 def _fields(call: Call) -> dict[str, Any]:
@@ -353,6 +369,15 @@ def _exp(x: Floats) -> Floats:
     y = _fma(y, r * r, r) + np.float32(1)
     found: Floats = np.ldexp(y, n.astype(np.int32))
     return found
+
+
+def literal_gate(x: Floats, factors: Floats | None = None) -> Floats:
+    """Return what gate.h defines for x [N, 2 n]."""
+    g, u = np.split(x, 2, axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        one, e = np.float32(1), _exp(-np.abs(g))
+        y = g * (np.where(g < 0, e, one) / (one + e)) * u
+        return np.where(np.isnan(g), np.float32(np.nan), y if factors is None else y * factors)
 
 
 def _fma(a: Floats | float, b: Floats | float, c: Floats | float) -> Floats:

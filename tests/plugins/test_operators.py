@@ -180,6 +180,26 @@ def test_a_call_that_does_not_fit_is_refused(operators_library: Operators) -> No
         product.run(None, {"A": activations(2, K)})
 
 
+def test_gates_of_any_rank_and_refused_ones(operators_library: Operators) -> None:
+    node = helper.make_node("SiluGate", ["x", "factors"], ["y"], domain="redraft")
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "factors")]
+    graph = helper.make_graph([node], "gate", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("redraft", 1)]
+    options = session_options(2, "error")
+    register_operators(options, operators_library)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    gate = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    x, factors = activations(200, 3, 140), activations(70)
+    (whole,) = gate.run(None, {"x": x, "factors": factors})
+    assert whole.shape == (200, 3, 70)
+    (row,) = gate.run(None, {"x": x[150, 2], "factors": factors})
+    assert row.tobytes() == whole[150, 2].tobytes()
+    assert gate.run(None, {"x": x[:, :0], "factors": factors})[0].shape == (200, 0, 70)
+    for wrong, message in (({"x": x[..., :3]}, "an even last dimension"), ({"factors": factors[:3]}, "a number for each")):
+        with pytest.raises(Exception, match=message):
+            gate.run(None, {"x": x, "factors": factors} | wrong)
+
+
 def test_memory_of_a_files_weights_is_given_back_and_still_read(operators_library: Operators, tmp_path: Path) -> None:
     """Tied embeddings: the product and the lookup of rows have initializers of the same bytes."""
     arrays, x = weight(n=LARGE, k=LARGE), activations(3, LARGE)

@@ -67,6 +67,29 @@ struct Attend {
     return of[0];
   }
 
+  // ---- The gate of a feed-forward layer.
+
+  // Writes y[i .. i + count - 1] of a row. The loop gives a constant count but for the last numbers.
+  static void gated(const redraft_gate_call &c, int64_t row, int64_t i, int64_t count) {
+    const float *from = c.x + row * 2 * c.n + i;
+    const auto bytes = static_cast<size_t>(count) * sizeof(float);
+    Floats g{}, u{}, factors = all(1.0f);
+    memcpy(&g, from, bytes);
+    memcpy(&u, from + c.n, bytes);
+    if (c.factors) memcpy(&factors, c.factors + i, bytes);
+    const Floats one = all(1.0f), e = exp(g < all(0.0f) ? g : -g);
+    const Floats y = g * ((g < all(0.0f) ? e : one) / (one + e)) * u * factors;
+    memcpy(c.y + row * c.n + i, &y, bytes);
+  }
+
+  static void gate(const redraft_gate_call &c, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      int64_t i = 0;
+      for (; i + kLanes <= c.n; i += kLanes) gated(c, row, i, kLanes);
+      if (i < c.n) gated(c, row, i, c.n - i);
+    }
+  }
+
   // ---- New rows.
 
   static void rotate(const redraft_attention_call &c, const float *from, int64_t position, float scale, float *to) {

@@ -17,7 +17,7 @@
 
 #include <stdint.h>
 
-#define REDRAFT_ATTENTION_ABI 1
+#define REDRAFT_ATTENTION_ABI 2
 #define REDRAFT_ATTENTION_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus

@@ -17,4 +17,4 @@ bool is_here() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports
 }  // namespace
 
 const Kernels redraft::attention::kAvx2 = {"avx2", is_here, Attend<Avx2>::write, Attend<Avx2>::attend,
-                                           Attend<Avx2>::merge};
+                                           Attend<Avx2>::merge, Attend<Avx2>::gate};

@@ -2,6 +2,7 @@
 
 #include "../chosen.h"
 #include "attention.h"
+#include "gate.h"
 #include "plan.h"
 
 namespace redraft::attention {
@@ -44,3 +45,5 @@ const char *redraft_attention(const redraft_attention_call *call) {
   kernels().merge(plan, 0, plan.merge_tasks());
   return nullptr;
 }
+
+void redraft_gate(const redraft_gate_call *call, int64_t first, int64_t last) { kernels().gate(*call, first, last); }

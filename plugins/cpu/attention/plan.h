@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "gate.h"
 
 namespace redraft::attention {
 
@@ -66,6 +67,7 @@ struct Kernels {
   void (*write)(Plan &plan, int64_t first, int64_t last);   // nodes
   void (*attend)(Plan &plan, int64_t first, int64_t last);  // of attend_tasks
   void (*merge)(Plan &plan, int64_t first, int64_t last);   // of merge_tasks
+  void (*gate)(const redraft_gate_call &call, int64_t first, int64_t last);  // rows
 };
 
 extern const Kernels kAvx512, kAvx2, kNeon, kScalar;

@@ -5,10 +5,12 @@
 
 #include <limits.h>
 
+#include <initializer_list>
 #include <string>
 
 #include "block_product.h"
 #include "onnxruntime_api.h"
+#include "silu_gate.h"
 #include "tree_attention.h"
 #include "values.h"
 
@@ -86,20 +88,30 @@ OrtCustomOp tree_attention() {
   return op;
 }
 
-OrtCustomOpDomain *made(const OrtApi &api, const char *name, const OrtCustomOp &op) {
+OrtCustomOp silu_gate() {
+  OrtCustomOp op = operator_of<SiluGate>();
+  op.GetName = [](const OrtCustomOp *) { return "SiluGate"; };
+  op.GetInputType = [](const OrtCustomOp *, size_t) { return kFloat; };
+  op.GetInputTypeCount = [](const OrtCustomOp *) -> size_t { return kGateInputs; };
+  op.GetInputCharacteristic = [](const OrtCustomOp *, size_t i) { return i == kFactors ? kOptional : kRequired; };
+  op.GetOutputTypeCount = [](const OrtCustomOp *) -> size_t { return 1; };
+  return op;
+}
+
+OrtCustomOpDomain *made(const OrtApi &api, const char *name, std::initializer_list<const OrtCustomOp *> ops) {
   OrtCustomOpDomain *fresh = nullptr;
   check(api.CreateCustomOpDomain(name, &fresh));
-  check(api.CustomOpDomain_Add(fresh, &op));
+  for (const OrtCustomOp *op : ops) check(api.CustomOpDomain_Add(fresh, op));
   return fresh;
 }
 
 // Adds the domains with the operators. Sessions point to them, so they are made once and never released.
 void add_domains(const OrtApi &api, OrtSessionOptions *options) {
-  static const OrtCustomOp product = block_product(), attention = tree_attention();
-  static OrtCustomOpDomain *const products = made(api, "com.microsoft", product);
-  static OrtCustomOpDomain *const attentions = made(api, "redraft", attention);
-  check(api.AddCustomOpDomain(options, products));
-  check(api.AddCustomOpDomain(options, attentions));
+  static const OrtCustomOp product = block_product(), attention = tree_attention(), gate = silu_gate();
+  static OrtCustomOpDomain *const replaced = made(api, "com.microsoft", {&product});
+  static OrtCustomOpDomain *const own = made(api, "redraft", {&attention, &gate});
+  check(api.AddCustomOpDomain(options, replaced));
+  check(api.AddCustomOpDomain(options, own));
 }
 
 }  // namespace

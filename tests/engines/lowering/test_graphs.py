@@ -28,6 +28,7 @@ DECODERS = {
     "windows": Decoder(windows=(0, 5)),
     "one window": Decoder(windows=(4, 4)),
     "sizes of inputs": Decoder(sizes_of_inputs=True),
+    "factors": Decoder(factors=True),
     "around attention": Decoder(qkv_bias=True, swish=True, biased_norm=True, hidden_states=("last", "0", "1")),
 }
 LARGE = {
@@ -152,12 +153,15 @@ def test_a_layer_of_the_graph_for_batches_rotates_once_and_moves_only_new_column
     assert found["Where"] == 2  # once a call
 
 
-def test_a_layer_for_the_operators_keeps_its_attention_and_splits_nothing_but_gate_and_up(tmp_path):
-    decoder = Decoder(layers=3)
+@pytest.mark.parametrize("factors", [False, True])
+def test_a_layer_for_the_operators_keeps_its_attention_gate_products_and_norms(factors, tmp_path):
+    """Factors of a product's inputs stay nodes only after attention, and of the rows whose logits are wanted."""
+    decoder = Decoder(layers=3, factors=factors)
     lowered(decoder, tmp_path)
     found = operators(tmp_path / "verifier.operators.onnx")
-    assert found[names.CPU_TREE_ATTENTION] == found["Split"] == decoder.layers
-    assert not {"RotaryEmbedding", "TensorScatter", names.TREE_ATTENTION} & set(found)
+    assert found[names.CPU_TREE_ATTENTION] == found[names.SILU_GATE] == decoder.layers
+    assert found["Mul"] == (decoder.layers + 1 if factors else 0)
+    assert not {"RotaryEmbedding", "TensorScatter", "Split", "Sigmoid", names.TREE_ATTENTION} & set(found)
 
 
 def test_nodes_between_split_and_attention_stay(tmp_path):
