@@ -90,7 +90,7 @@ def let_in() -> list[str]:
 
 def test_the_context_has_what_the_wheel_is_built_from() -> None:
     found = set(let_in())
-    folders = {path for path in PROJECT["tool"]["setuptools"]["package-dir"].values()}
+    folders = {path for path in PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()}
     assert {folder for folder in folders if not any(path.startswith(f"{folder}/") for path in found)} == set()
     assert {"pyproject.toml", "constraints.txt", "README.md", *PROJECT["project"]["license-files"]} <= found
     assert not [path for path in found if path.startswith(("tests/", "docs/", "deploy/"))]
