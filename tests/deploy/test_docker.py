@@ -183,6 +183,9 @@ def test_the_commands_of_the_cpu_image_run(bundle: Path, tmp_path: Path) -> None
     )
     found = subprocess.run(["python", "-c", asked], cwd=tmp_path, env=own, check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "[True, True, True]"
+    asked = "from redraft.plugins.operators import find_operators; print(find_operators().path)"
+    found = subprocess.run(["python", "-c", asked], cwd=tmp_path, env=own, check=True, capture_output=True, text=True)
+    assert Path(found.stdout.strip()).is_relative_to(installed)
     port = free_port()
     starting = [
         str(bundle) if word == "/engines" else word for word in json.loads(values(server(FILES[0]), "ENTRYPOINT")[0])
