@@ -59,9 +59,7 @@ for name in {modules!r}:
 
 
 @pytest.mark.slow
-def test_a_compiler_puts_the_operators_into_the_wheel(
-    root: Path, operators_library: Operators, tmp_path: Path
-) -> None:
+def test_a_compiler_puts_the_operators_into_the_wheel(root: Path, operators_library: Operators, tmp_path: Path) -> None:
     """The wheel is for this platform and every Python 3, and runs its own operators. Optimizing would take a minute."""
     compiler, unpacked = tmp_path / "unoptimized", tmp_path / "unpacked"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
