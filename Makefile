@@ -210,9 +210,12 @@ typecheck: check-types check-imports
 check-types: install-dev typed-tree
 	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p $(CHECK)
 
+# An editable installation finds `redraft` before any folder, with the whole checkout in its path.
+LINT_IMPORTS := import sys; sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]; \
+  from importlinter.cli import lint_imports_command; lint_imports_command()
 check-imports: install-dev typed-tree
 	cd $(TYPED) && for contracts in pyproject circles; do \
-	  PYTHONPATH=. $(abspath $(BIN))/lint-imports --config $(CURDIR)/$$contracts.toml --no-logo || exit 1; done
+	  $(abspath $(BIN))/python -c '$(LINT_IMPORTS)' --config $(CURDIR)/$$contracts.toml --no-logo || exit 1; done
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

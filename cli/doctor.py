@@ -22,7 +22,7 @@ from redraft.cli.options import Verify
 from redraft.cpus import default_threads
 from redraft.errors import BackendError, KernelError
 from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
-from redraft.plugins.operators import OFF, find_operators, missing_operators
+from redraft.plugins.operators import OFF, OPERATORS_HINT, find_operators, missing_operators
 from redraft.user_cache import user_cache
 
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
@@ -132,7 +132,7 @@ def _kernels() -> Finding:
         operators = find_operators()
         if operators is None:
             reason = missing_operators() or ""
-            hint = None if reason.endswith(f"={OFF}") else "run `make operators`"
+            hint = None if reason.endswith(f"={OFF}") else OPERATORS_HINT
             return Finding(name, "absent", f"ONNX Runtime's kernels: {reason}", hint)
         register_operators(session_options(1, "error"), operators)
     except KernelError as error:

@@ -173,9 +173,10 @@ def unpack(load: Path, work: Path) -> list[str]:
         with tarfile.open(load / SOURCE) as archive:
             archive.extractall(work / "source", filter="data")
         source = work / "source"
-        folders = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-        for package in sorted(name for name in folders if name.startswith("redraft.")):  # to the place of its name
-            shutil.copytree(source / folders[package], source / package.replace(".", "/"), dirs_exist_ok=True)
+        project = tomllib.loads((source / "pyproject.toml").read_text())
+        for package, folder in sorted(project["tool"]["scikit-build"]["wheel"]["packages"].items()):
+            if package != folder:  # to the place of its name
+                shutil.copytree(source / folder, source / package, dirs_exist_ok=True)
     for path in (*load.glob(f"{CARGO}.*"), *load.glob(CONTENTS)):
         shutil.copy(path, pieces)
     if not (pieces / CONTENTS).exists():

@@ -21,6 +21,9 @@ from redraft.plugins.library import BUILD
 OPERATORS_VARIABLE = "REDRAFT_OPERATORS"
 OFF = "off"
 OPERATORS_LIBRARY = "libredraft_operators.so"
+PACKAGED = Path(__file__).parent
+"""Folder of a wheel's library."""
+OPERATORS_HINT = "run `make operators` in a checkout, or reinstall the package where g++ is"
 OPERATOR_NAMES = ("MatMulNBits", CPU_TREE_ATTENTION)
 """Types of the nodes that it computes."""
 _INTERFACES = 1, 2
@@ -52,8 +55,9 @@ def missing_operators(environment: Mapping[str, str] = os.environ) -> str | None
 
 
 def find_operators(environment: Mapping[str, str] = os.environ) -> Operators | None:
-    """Return the library that REDRAFT_OPERATORS names, else that of build/plugins.
+    """Return the library that REDRAFT_OPERATORS names, else that of the wheel, else that of build/plugins.
 
+    A wheel has its library in this package, where a source tree has none. So each runs the one it was built with.
     Returns None if the variable is `off`, if none was built, and if this processor has none of its instruction sets. A
     process keeps its first answer, so that its engines compute alike.
     Raises KernelError if the library that the variable names is missing, and for one that does not load.
@@ -72,7 +76,7 @@ def _open(path: Path) -> Operators | None:
     """Load the library and read its file. Returns None if there is none, or if it would run plain C++ here."""
     if not path.exists():
         return None
-    hint = f"run `make operators`, or set {OPERATORS_VARIABLE}={OFF}"
+    hint = f"{OPERATORS_HINT}, or set {OPERATORS_VARIABLE}={OFF}"
     try:
         library = ctypes.CDLL(str(path))
         name = library.redraft_products_isa
@@ -92,4 +96,6 @@ def _open(path: Path) -> Operators | None:
 
 
 def _library_path(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get(OPERATORS_VARIABLE) or BUILD / OPERATORS_LIBRARY).resolve()
+    packaged = PACKAGED / OPERATORS_LIBRARY
+    found = packaged if packaged.exists() else BUILD / OPERATORS_LIBRARY
+    return Path(environment.get(OPERATORS_VARIABLE) or found).resolve()

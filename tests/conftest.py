@@ -88,20 +88,14 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(once: Once) -> Path:
-    """A wheel of the sources."""
-    return next((once(_build_wheel) / "out").glob("*.whl"))
+    """A wheel of the sources, built without a compiler."""
+    return next(once(build_wheel, "none").glob("*.whl"))
 
 
-def _build_wheel(tree: Path) -> None:
-    """Build from a copy, since setuptools writes next to the sources."""
-    for package in (*PACKAGES, "experiments"):
-        shutil.copytree(
-            ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE", "assets/tiny/LICENSES.md"):
-        shutil.copy(ROOT / name, tree / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", "."]
-    subprocess.run(command, cwd=tree, check=True, capture_output=True)
+def build_wheel(folder: Path, compiler: str) -> None:
+    """Write a wheel of the sources, built with a C++ compiler if this is one."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(command, env={**os.environ, "CXX": compiler}, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="session")

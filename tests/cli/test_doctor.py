@@ -54,7 +54,7 @@ def test_doctor_names_the_products_that_run(
     assert doctor._kernels().status == "warning"
     monkeypatch.delenv(OPERATORS_VARIABLE)
     monkeypatch.setattr(operators, "BUILD", tmp_path)
-    assert doctor._kernels().hint == "run `make operators`"
+    assert doctor._kernels().hint == operators.OPERATORS_HINT
 
 
 def test_doctor_takes_the_cpu_build_of_a_pinned_version_and_any_version_in_a_range(

@@ -90,7 +90,7 @@ def let_in() -> list[str]:
 
 def test_the_context_has_what_the_wheel_is_built_from() -> None:
     found = set(let_in())
-    folders = {path for path in PROJECT["tool"]["setuptools"]["package-dir"].values()}
+    folders = {path for path in PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()}
     assert {folder for folder in folders if not any(path.startswith(f"{folder}/") for path in found)} == set()
     assert {"pyproject.toml", "constraints.txt", "README.md", *PROJECT["project"]["license-files"]} <= found
     assert not [path for path in found if path.startswith(("tests/", "docs/", "deploy/"))]
@@ -183,6 +183,9 @@ def test_the_commands_of_the_cpu_image_run(bundle: Path, tmp_path: Path) -> None
     )
     found = subprocess.run(["python", "-c", asked], cwd=tmp_path, env=own, check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "[True, True, True]"
+    asked = "from redraft.plugins.operators import find_operators; print(find_operators().path)"
+    found = subprocess.run(["python", "-c", asked], cwd=tmp_path, env=own, check=True, capture_output=True, text=True)
+    assert Path(found.stdout.strip()).is_relative_to(installed)
     port = free_port()
     starting = [
         str(bundle) if word == "/engines" else word for word in json.loads(values(server(FILES[0]), "ENTRYPOINT")[0])

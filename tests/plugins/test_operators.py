@@ -307,6 +307,18 @@ def test_without_a_built_library_there_are_no_operators(tmp_path: Path, monkeypa
         find_operators({OPERATORS_VARIABLE: str(broken)})
 
 
+def test_a_wheels_library_comes_after_the_named_and_before_the_built_one(
+    operators_library: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packaged = Path(shutil.copy(operators_library.path, tmp_path)).resolve()
+    monkeypatch.setattr(operators, "PACKAGED", tmp_path)
+    assert find_operators({}) == replace(operators_library, path=packaged)
+    assert find_operators({OPERATORS_VARIABLE: str(operators_library.path)}) == operators_library
+    packaged.unlink()
+    assert operators.missing_operators({}) is None
+    assert find_operators({}) == operators_library
+
+
 def test_libraries_without_the_operators_are_refused(operators_library: Operators) -> None:
     for other in (
         Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_shared.so",
