@@ -23,7 +23,7 @@ OFF = "off"
 OPERATORS_LIBRARY = "libredraft_operators.so"
 OPERATOR_NAMES = ("MatMulNBits", CPU_TREE_ATTENTION)
 """Types of the nodes that it computes."""
-_INTERFACES = 1, 1
+_INTERFACES = 1, 2
 """Numbers of the C entries of products and of attention."""
 PLAIN = "scalar"
 """The kernels' name for plain C++, which is slower than ONNX Runtime's own."""

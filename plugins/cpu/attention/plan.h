@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "half.h"
 
 namespace redraft::attention {
 

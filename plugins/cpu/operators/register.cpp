@@ -5,6 +5,7 @@
 
 #include <limits.h>
 
+#include <initializer_list>
 #include <string>
 
 #include "block_product.h"
@@ -71,33 +72,38 @@ OrtCustomOp block_product() {
   return op;
 }
 
+// kCache: the type of the caches. ONNX Runtime joins operators of one name, and picks one by the types of a node's inputs.
+template <OrtElementType kCache>
 OrtCustomOp tree_attention() {
   OrtCustomOp op = operator_of<TreeAttention>();
   op.GetName = [](const OrtCustomOp *) { return "CpuTreeAttention"; };
   op.GetInputType = [](const OrtCustomOp *, size_t index) {
     if (index == kTreeMask) return kBool;
+    if (index == kKeyCache || index == kValueCache) return kCache;
     return (index >= kPositions && index <= kKvLen) || index == kPackedRows ? kInt64 : kFloat;
   };
   op.GetInputTypeCount = [](const OrtCustomOp *) -> size_t { return kAttentionInputs; };
   op.GetInputCharacteristic = [](const OrtCustomOp *, size_t i) {
     return i == kK || i == kV || i >= kSinks ? kOptional : kRequired;
   };
+  op.GetOutputType = [](const OrtCustomOp *, size_t index) { return index == kOut ? kFloat : kCache; };
   op.GetOutputTypeCount = [](const OrtCustomOp *) -> size_t { return kAttentionOutputs; };
   return op;
 }
 
-OrtCustomOpDomain *made(const OrtApi &api, const char *name, const OrtCustomOp &op) {
+OrtCustomOpDomain *made(const OrtApi &api, const char *name, std::initializer_list<const OrtCustomOp *> ops) {
   OrtCustomOpDomain *fresh = nullptr;
   check(api.CreateCustomOpDomain(name, &fresh));
-  check(api.CustomOpDomain_Add(fresh, &op));
+  for (const OrtCustomOp *op : ops) check(api.CustomOpDomain_Add(fresh, op));
   return fresh;
 }
 
 // Adds the domains with the operators. Sessions point to them, so they are made once and never released.
 void add_domains(const OrtApi &api, OrtSessionOptions *options) {
-  static const OrtCustomOp product = block_product(), attention = tree_attention();
-  static OrtCustomOpDomain *const products = made(api, "com.microsoft", product);
-  static OrtCustomOpDomain *const attentions = made(api, "redraft", attention);
+  static const OrtCustomOp product = block_product();
+  static const OrtCustomOp attention = tree_attention<kFloat>(), half = tree_attention<kFloat16>();
+  static OrtCustomOpDomain *const products = made(api, "com.microsoft", {&product});
+  static OrtCustomOpDomain *const attentions = made(api, "redraft", {&attention, &half});
   check(api.AddCustomOpDomain(options, products));
   check(api.AddCustomOpDomain(options, attentions));
 }
