@@ -103,8 +103,9 @@ class PrecisionOption:
 def parse_precisions(text: str) -> list[PrecisionOption]:
     """Return the precisions of `int4,target=2,*lm_head*=8,fp32`, each with the keys after it.
 
-    The key `target` is a rise of perplexity in percent, `kv` the precision of keys and values. Other keys are patterns of weights' names, as in a shell, with
-    their bits. Raises UsageError for another form and for a repeated precision.
+    The key `target` is a rise of perplexity in percent, and `kv` is the precision of keys and values. Other keys are
+    patterns of weights' names, as in a shell, with their bits. Raises UsageError for another form and for a repeated
+    precision.
     """
     found: list[PrecisionOption] = []
     for word in text.split(","):

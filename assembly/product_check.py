@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 ORDER = 2e-3
 """Largest difference by the order of sums, of root mean squares. Inputs at a tie may be rounded up or down."""
 ROUNDED_KV = 0.05
-"""The same if the engine rounds keys and values. Large scores turn it into larger differences of what is attended to."""
+"""The same if the engine also rounds keys and values. Large scores make it a larger difference of probabilities."""
 ROUNDED = {8: 0.02, 4: 0.3}
 """Largest root mean square difference of a weight from its stored codes, relative to the weight's."""
 

@@ -227,9 +227,10 @@ def SinkTreeAttention(  # type: ignore[no-untyped-def]
     column = op.Reshape(sinks, op.Constant(value_ints=[1, -1, 1, 1]))
     heads = op.Add(scores, op.Mul(column, zero))
     last = op.Add(op.Mul(op.CastLike(op.Unsqueeze(positions, op.Constant(value_ints=[1, 3])), sinks), zero), column)
+    keys, values = LiveRows(present_key, kv_len, q), LiveRows(present_value, kv_len, q)
     attended, _key, _value, _scores = op.Attention(
-        SplitHeads(q, q_heads), WithSink(LiveRows(present_key, kv_len, q)), WithSink(LiveRows(present_value, kv_len, q)),
-        op.Concat(heads, last, axis=3), scale=scale, softcap=softcap,
+        SplitHeads(q, q_heads), WithSink(keys), WithSink(values), op.Concat(heads, last, axis=3),
+        scale=scale, softcap=softcap,
     )  # fmt: skip
     return MergeHeads(attended), present_key, present_value
 

@@ -122,7 +122,7 @@ def test_the_precision_of_keys_and_values() -> None:
     for precision in ("fp16", "bf16"):
         with pytest.raises(UsageError, match=f"{precision} bundles have keys and values in {precision}; leave kv= out"):
             configured(precision=f"{precision},kv=fp16")
-    with pytest.raises(UsageError, match="kv=fp16 is for CPUs: engines of tensorrt have .* own type; leave kv= out"):
+    with pytest.raises(UsageError, match="kv=fp16 is for CPUs: engines of tensorrt have keys and values of their own"):
         configured(precision="int8,kv=fp16", backend="tensorrt")
 
 
@@ -168,7 +168,8 @@ def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "text", ["int5", "", "int4,int4", "target=2", "int4,target=0", "int4,target=x", "int4,a=5", "int4,=8", "int8,kv=fp17"]
+    "text",
+    ["int5", "", "int4,int4", "target=2", "int4,target=0", "int4,target=x", "int4,a=5", "int4,=8", "int8,kv=fp17"],
 )
 def test_precisions_of_another_form(text: str) -> None:
     with pytest.raises(UsageError, match="--precision '"):

@@ -46,7 +46,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """The attributes of a model's attention. sinks: [Hq]. cosines, sines: [table rows, D / 2]. cache: type of caches."""
+    """The attributes of a model's attention. sinks: [Hq]. cosines, sines: [table rows, D / 2]. cache: its type."""
 
     q_heads: int
     kv_heads: int
