@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "half.h"
 #include "plan.h"
 
 namespace {
@@ -114,7 +115,7 @@ struct Attend {
         const int64_t to = ((sequence * c.kv_heads + head) * c.capacity + at) * size;
         rotate(c, c.k + row * c.k_stride + head * size, position, 1.0f, keys + to);
         const float *v = c.v + row * c.v_stride + head * size;
-        std::transform(v, v + size, values + to, rounded<Number>);
+        for (int64_t i = 0; i < size; ++i) values[to + i] = rounded<Number>(v[i]);
       }
     }
   }

@@ -1,11 +1,13 @@
 // The numbers of a cache: fp32, or fp16 (IEEE binary16) in plain C++. Nothing here depends on how a CPU treats subnormals.
+//
+// Each file with flags of its own has its own copy: a shared one could have instructions that the CPU lacks.
 
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
 
-namespace redraft::attention {
+namespace {
 
 struct Half {
   uint16_t bits;
@@ -63,4 +65,4 @@ inline Half rounded(float x) {
   return {static_cast<uint16_t>(sign | found)};
 }
 
-}  // namespace redraft::attention
+}  // namespace

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "half.h"
 
 namespace redraft::attention {
 

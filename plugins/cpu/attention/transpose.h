@@ -6,8 +6,6 @@
 
 namespace {
 
-using namespace redraft::attention;
-
 struct Transpose {
   // Writes number first + i of row r to to[16 i + r], i < 8, r < 8.
   template <typename Number>

@@ -8,8 +8,6 @@
 
 namespace {
 
-using namespace redraft::attention;
-
 struct AvxTranspose {
   static __m256 eight(const float *from) { return _mm256_loadu_ps(from); }
   static __m256 eight(const Half *from) {
