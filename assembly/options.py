@@ -122,7 +122,7 @@ def parse_precisions(text: str) -> list[PrecisionOption]:
             found[-1] = replace(found[-1], target=float(value) / 100)
         elif key == KV:
             if value != "fp16":
-                raise _not_precision(text, f"{word!r} is not {KV}=fp16; without it, they are as usual")
+                raise _not_precision(text, f"keys and values are fp32, or fp16 with {KV}=fp16, not {value!r}")
             found[-1] = replace(found[-1], kv="fp16")
         elif value not in map(str, WEIGHT_BITS):
             raise _not_precision(text, f"{word!r} does not give a pattern of weights 4, 8 or 32 bits")
