@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from redraft.assembly.progress import Reporter
 from redraft.config import NATIVE, RANDOM, Backend, BuildConfig, DrafterBuild, Precision, TensorRtBuild
@@ -18,7 +18,7 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 """A whole number. The method refuses one that is out of range."""
 DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-TARGET = "target"
+TARGET, KV = "target", "kv"
 PRECISION_FORM = "PRECISION[,KEY=VALUE…][,PRECISION…]"
 WEIGHT_BITS = (4, 8, 32)
 DEFAULT_TOKENS, FULL_TOKENS = 1000, 6000
@@ -59,12 +59,13 @@ def configurations(request: BuildRequest, recipe: BuildConfig) -> list[BuildConf
 
     Its drafters are the recipe's, for `choose_drafters`.
     """
-    precisions = [PrecisionOption(recipe.precision, recipe.target, recipe.bits)]
+    precisions = [PrecisionOption(recipe.precision, recipe.target, recipe.bits, recipe.kv)]
     if request.precision is not None:
         precisions = parse_precisions(request.precision)
     common = replace(
         recipe,
         precision="fp32",
+        kv=None,
         target=None,
         bits=(),
         backend=request.backend or recipe.backend,
@@ -72,7 +73,7 @@ def configurations(request: BuildRequest, recipe: BuildConfig) -> list[BuildConf
         random_weights=request.random_weights or recipe.random_weights,
     )
     common = replace(common, tensorrt=_tensorrt(common, request.tensorrt))
-    return [replace(common, precision=p.precision, target=p.target, bits=p.bits) for p in precisions]
+    return [replace(common, precision=p.precision, kv=p.kv, target=p.target, bits=p.bits) for p in precisions]
 
 
 def _tensorrt(config: BuildConfig, given: Mapping[str, Any]) -> TensorRtBuild:
@@ -91,18 +92,20 @@ def _tensorrt(config: BuildConfig, given: Mapping[str, Any]) -> TensorRtBuild:
 
 @dataclass(frozen=True)
 class PrecisionOption:
-    """A precision, its target as a share of perplexity, and bits by pattern of weights' names."""
+    """A precision, its target as a share of perplexity, bits by pattern of weights' names, and the KV's precision."""
 
     precision: Precision
     target: float | None = None
     bits: tuple[tuple[str, int], ...] = ()
+    kv: Literal["fp16"] | None = None
 
 
 def parse_precisions(text: str) -> list[PrecisionOption]:
     """Return the precisions of `int4,target=2,*lm_head*=8,fp32`, each with the keys after it.
 
-    The key `target` is a rise of perplexity in percent. Other keys are patterns of weights' names, as in a shell, with
-    their bits. Raises UsageError for another form and for a repeated precision.
+    The key `target` is a rise of perplexity in percent, and `kv` is the precision of keys and values. Other keys are
+    patterns of weights' names, as in a shell, with their bits. Raises UsageError for another form and for a repeated
+    precision.
     """
     found: list[PrecisionOption] = []
     for word in text.split(","):
@@ -117,6 +120,10 @@ def parse_precisions(text: str) -> list[PrecisionOption]:
             if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", value) or not float(value):
                 raise _not_precision(text, f"{word!r} is no rise of perplexity in percent, such as {TARGET}=2.5")
             found[-1] = replace(found[-1], target=float(value) / 100)
+        elif key == KV:
+            if value != "fp16":
+                raise _not_precision(text, f"keys and values are fp32, or fp16 with {KV}=fp16, not {value!r}")
+            found[-1] = replace(found[-1], kv="fp16")
         elif value not in map(str, WEIGHT_BITS):
             raise _not_precision(text, f"{word!r} does not give a pattern of weights 4, 8 or 32 bits")
         else:
@@ -245,7 +252,8 @@ def _default_drafters(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
 def options_of(request: BuildRequest, config: BuildConfig) -> tuple[str, ...]:
     """Return the options of `redraft build` that repeat the request in one of its precisions, which `config` has."""
     target = [] if config.target is None else [f"{TARGET}={100 * config.target:g}"]
-    precision = ",".join([config.precision, *target, *(f"{pattern}={bits}" for pattern, bits in config.bits)])
+    kv = [f"{KV}={config.kv}"] if config.kv else []
+    precision = ",".join([config.precision, *kv, *target, *(f"{pattern}={bits}" for pattern, bits in config.bits)])
     given = {
         "model_path": request.model_path,
         "precision": precision if request.precision else None,

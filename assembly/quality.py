@@ -18,6 +18,7 @@ from redraft import names
 from redraft.config import Precision
 from redraft.engines import Bundle, open_calls
 from redraft.engines.calls import Call, Calls
+from redraft.engines.device import numpy_type
 from redraft.engines.manifest import Quality
 from redraft.errors import UsageError
 from redraft.signatures import VerifierShape
@@ -193,7 +194,7 @@ def bind_caches(calls: Calls, shape: VerifierShape, rows: int) -> None:
     """Bind empty KV buffers of one sequence."""
     for layer in range(shape.layers):
         for cache in (names.key_cache(layer), names.value_cache(layer)):
-            calls.bind(cache, np.zeros((1, shape.kv_heads, rows, shape.head_dim), np.float32))
+            calls.bind(cache, np.zeros((1, shape.kv_heads, rows, shape.head_dim), numpy_type(shape.kv_dtype)))
 
 
 def fill_chain(call: Call, tokens: IntArray, start: int) -> None:

@@ -64,6 +64,7 @@ def check_engines(
     from redraft.export.reference import reference_logits
 
     manifest, checkpoint = staged.manifest, build.checkpoint
+    precision: Precision = "fp16" if manifest.shape.kv and manifest.precision == "fp32" else manifest.precision
     texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
     if build.config.rounds_products:
         products, between = check_products(staged, traced, texts[0])
@@ -74,10 +75,10 @@ def check_engines(
             return
     numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
     whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
-    if whole and manifest.precision in ("fp32", "fp16") and manifest.backend == "onnxruntime":
+    if whole and precision in ("fp32", "fp16") and manifest.backend == "onnxruntime":
         logits = reference_logits(checkpoint, texts)
-        progress.say(f"checked: {check_bundle(staged, texts, logits, manifest.precision)}")
-        if manifest.precision == "fp32":
+        progress.say(f"checked: {check_bundle(staged, texts, logits, precision)}")
+        if precision == "fp32":
             return
     _check_first_layers(build, staged, texts, work, progress)
 

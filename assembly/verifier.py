@@ -101,7 +101,7 @@ def write_measured(
     for again in range(ROUNDS + 1):
         with progress.stage(WEIGHTS) as done:
             exported, graphs = write_verifier(config, traced, staged.path, done, plan)
-        manifest = replace(manifest, graphs=graphs, weights=exported.weights)
+        manifest = replace(manifest, graphs=graphs, weights=exported.weights, shape=exported.shape)
         if reference is None:
             break
         with progress.stage(MEASURE) as done:

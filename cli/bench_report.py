@@ -104,10 +104,10 @@ def drafting_methods(listed: Sequence[str], runtime: Runtime) -> list[str]:
 
 def check_same_model(engines: Manifest, chains: Manifest) -> None:
     """Raise UsageError if the engines for the figures by depth are of another model than those that are measured."""
-    if engines.model.weights != chains.model.weights or engines.precision != chains.precision:
+    if engines.model.weights != chains.model.weights or engines.precisions != chains.precisions:
         raise UsageError(
-            f"--chains has engines of another model or precision: {chains.name} in {chains.precision}, expected "
-            f"{engines.name} in {engines.precision}",
+            f"--chains has engines of another model or precision: {chains.name} in {chains.precisions}, expected "
+            f"{engines.name} in {engines.precisions}",
             "build the same model with drafters of width=1",
         )
 

@@ -36,7 +36,7 @@ def conditions(runtime: Runtime, settings: Settings, engines: Path, threads: int
     manifest = load_manifest(engines)
     model = {
         "name": manifest.name,
-        "precision": manifest.precision,
+        "precision": manifest.precisions,
         "weights_sha256": dict(manifest.model.weights),
         "random_weights": manifest.model.random_weights,
         "caveats": list(runtime.caveats),

@@ -34,7 +34,8 @@ def build(
             metavar=PRECISION_FORM,
             help="Precision: fp32, fp16 or bf16; or int8, int4 or fp8 weights (on CPUs with 8-bit activations). On "
             "GPUs the last three save memory, but may be slower than fp16. Several make a bundle each, OUT-PRECISION. "
-            "KEY is `target`, a rise of perplexity in percent, or a pattern of weights' names, with 4, 8 or 32 bits.",
+            "KEY is `target`, a rise of perplexity in percent, or a pattern of weights' names, with 4, 8 or 32 bits. "
+            "`kv=fp16` holds keys and values in fp16, on CPUs.",
         ),
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="The backend that runs the engines.")] = None,
@@ -156,6 +157,7 @@ def summarise(built: Built) -> dict[str, Any]:
         "name": manifest.name,
         "architecture": manifest.model.architecture,
         "precision": manifest.precision,
+        "precisions": manifest.precisions,
         "backend": manifest.backend,
         "random_weights": manifest.model.random_weights,
         "caveats": list(manifest.model.caveats),
@@ -196,7 +198,7 @@ def describe(summary: dict[str, Any]) -> str:
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
     lines = [
         f"{summary['bundle']}: {did}",
-        f"  {summary['architecture']}, {summary['precision']}, context {summary['max_model_len']}, "
+        f"  {summary['architecture']}, {summary['precisions']}, context {summary['max_model_len']}, "
         f"{describe_size(summary['bytes'], summary['own_bytes'])}",
     ]
     if summary["engine_bytes"]:

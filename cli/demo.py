@@ -165,7 +165,7 @@ def _measure(
     return {
         "engines": str(shown.engines),
         "name": manifest.name,
-        "precision": manifest.precision,
+        "precision": manifest.precisions,
         "chat": shown.chat,
         "caveats": caveats,
         "method": methods[1],

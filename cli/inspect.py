@@ -72,7 +72,7 @@ def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
     """Return the manifest as text: one fact a line, then commands of other tools."""
     from redraft.engines.draft_costs import bytes_cost, describe_cost
     from redraft.engines.drafters import read_drafters
-    from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
+    from redraft.engines.sizes import describe_shares, describe_size, kv_bytes, own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands
 
     manifest, shape = bundle.manifest, bundle.manifest.shape
@@ -84,8 +84,8 @@ def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
         *(f"beware     {caveat}" for caveat in manifest.model.caveats),
         f"shape      {shape.layers} layers, {shape.hidden} wide, {shape.kv_heads} key/value heads of {shape.head_dim}, "
         f"vocabulary {shape.vocabulary}",
-        f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, "
-        f"context {manifest.max_model_len}",
+        f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precisions}, "
+        f"context {manifest.max_model_len}, KV of a full slot {kv_bytes(manifest, 1) / 1e6:.1f} MB",
         f"weights    {describe_shares(weight_shares(bundle.path, manifest))}",
         f"tokens     begin {manifest.bos_token_id}, end {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
         f"drafters   {', '.join(manifest.drafters) or 'none'}",

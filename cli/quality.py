@@ -36,7 +36,7 @@ def quality_lines(manifest: Manifest) -> Iterator[str]:
         return
     for kind, value in quality.perplexity.items():
         exact = quality.perplexity_fp32[kind]
-        if manifest.precision == "fp32":
+        if manifest.precisions == "fp32":
             yield f"perplexity on {kind}: {value:.3f}"
             continue
         yield (

@@ -166,6 +166,11 @@ class Manifest:
         return {**self.graphs, **own}
 
     @property
+    def precisions(self) -> str:
+        """Return the precision, with that of keys and values if the user chose it: `int8, KV in fp16`."""
+        return f"{self.precision}, KV in fp16" if self.shape.kv else self.precision
+
+    @property
     def largest_call(self) -> tuple[int, int] | None:
         """The most sequences, and nodes of a tree with its root, that the engines take. None without a limit."""
         if self.tensorrt is None:

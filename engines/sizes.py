@@ -49,7 +49,7 @@ def weight_bytes(manifest: Manifest) -> int:
 def kv_bytes(manifest: Manifest, slots: int) -> int:
     """Return the bytes of the verifier's keys and values in so many slots, all of them full."""
     shape = manifest.shape
-    return byte_size(shape.dtype, (2 * shape.layers, slots, shape.kv_heads, manifest.max_model_len, shape.head_dim))
+    return byte_size(shape.kv_dtype, (2 * shape.layers, slots, shape.kv_heads, manifest.max_model_len, shape.head_dim))
 
 
 def product_bytes(bundle: Path, graph: GraphRecord, weights: Iterable[WeightRef]) -> int:

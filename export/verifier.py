@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from redraft import names, signatures
@@ -108,6 +109,9 @@ def write_verifier(
     plan: bits of each product; by default, those of the precision. Reads only weights that need another type.
     """
     decoder, model = traced.decoder, traced.decoder.model.clone()
+    shape = replace(decoder.shape, kv=names.ELEMENTS[config.kv] if config.kv else None)
+    if config.kv:
+        passes.set_cache_type(model, ir.DataType.from_numpy(np.dtype(shape.kv_dtype)))
     source: AnySource = (
         traced.source if traced.loaded else RandomSource.write(decoder.parameters, out, STORED[config.compute_dtype])
     )
@@ -118,4 +122,4 @@ def write_verifier(
     )  # fmt: skip
     finish(model)
     ir.save(model, out / GRAPH)
-    return VerifierExport(decoder.shape, traced.hidden_states, GRAPH, refs, decoder.embedding, decoder.head, source)
+    return VerifierExport(shape, traced.hidden_states, GRAPH, refs, decoder.embedding, decoder.head, source)

@@ -93,6 +93,7 @@ class BuildConfig:
 
     drafters:        drafters of the bundle.
     precision:       precision of the matrix products: fp32, or weight-only int8 or int4.
+    kv:              precision of the verifier's keys and values on CPUs; None takes `compute_dtype`.
     backend:         the library that runs the engines.
     max_model_len:   largest number of tokens in a sequence; None takes the model's own limit.
     hidden_states:   the verifier's hidden states that drafters read (`last`, or a layer number).
@@ -103,6 +104,7 @@ class BuildConfig:
     """
 
     precision: Precision = "fp32"
+    kv: Literal["fp16"] | None = None
     backend: Backend = "onnxruntime"
     max_model_len: int | None = None
     hidden_states: tuple[str, ...] = ()
@@ -138,6 +140,13 @@ class BuildConfig:
     def __post_init__(self) -> None:
         if self.precision == "fp8" and not self.for_tensorrt:
             raise UsageError("fp8 weights are for TensorRT engines", "give --backend tensorrt, or --precision int8")
+        if self.kv and self.for_tensorrt:
+            raise UsageError(
+                f"kv={self.kv} is for CPUs: engines of {self.backend} have keys and values of their own type",
+                "leave kv= out",
+            )
+        if self.kv and self.precision in HALVES:
+            raise UsageError(f"{self.precision} bundles have keys and values in {self.precision}", "leave kv= out")
         if (self.target is not None or self.bits) and not self.rounds_products:
             raise UsageError(
                 f"{self.precision} of the backend {self.backend} has no target and no bits by weight",

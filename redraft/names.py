@@ -15,7 +15,7 @@ Dtype = Literal["int64", "int32", "bool", "int8", "uint8", "float32", "float16",
 ELEMENTS: dict[Precision, Dtype] = {
     "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32", "int4": "float32", "fp8": "float16",
 }  # fmt: skip
-"""Element type of KV buffers, features and unquantized weights by precision. Logits are float32 always."""
+"""Element type of features, unquantized weights and, by default, KV buffers. Logits are float32 always."""
 
 Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""

@@ -16,7 +16,10 @@ from redraft.names import Dim, Dtype, TensorSpec
 
 @dataclass(frozen=True)
 class VerifierShape:
-    """Sizes of the model that decide the verifier's buffers. `dtype` is that of the buffers and of features."""
+    """Sizes of the model that decide the verifier's buffers.
+
+    dtype: of features and, unless `kv` is another type, of the KV buffers.
+    """
 
     layers: int
     kv_heads: int
@@ -25,6 +28,12 @@ class VerifierShape:
     vocabulary: int
     max_positions: int
     dtype: Dtype = "float32"
+    kv: Dtype | None = None
+
+    @property
+    def kv_dtype(self) -> Dtype:
+        """Return the element type of the KV buffers."""
+        return self.kv or self.dtype
 
 
 def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
@@ -238,7 +247,7 @@ def in_place(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 def verifier_state(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Return the tensors that a verifier stores for each slot."""
     dims = ("B", shape.kv_heads, "C", shape.head_dim)
-    return tuple(TensorSpec(cache, shape.dtype, dims) for cache in caches(shape))
+    return tuple(TensorSpec(cache, shape.kv_dtype, dims) for cache in caches(shape))
 
 
 def caches(shape: VerifierShape) -> list[str]:

@@ -39,6 +39,7 @@ class BatchAttention:
         self._graph = graph
         self._nodes = nodes = Nodes(graph, "batch")
         self._kv_len = nodes.inputs[names.KV_LEN]
+        self._kv_type = nodes.inputs[names.key_cache(0)].dtype
         self._rows: PackedRows | PaddedRows = PackedRows(nodes) if packed else PaddedRows(nodes)
         self._order = RowOrder(nodes, self._kv_len, self._rows.positions)
         self._longer: dict[int, list[ir.Value]] = {}
@@ -79,8 +80,15 @@ class BatchAttention:
         ]
 
     def _written(self, cache: ir.Value, new: ir.Value) -> ir.Value:
-        """Return the cache with the new rows [B, Hkv, T, D], written in place."""
+        """Return the cache with the new rows [B, Hkv, T, D], written in place in the cache's type."""
+        if self._kv_type != ir.DataType.FLOAT:
+            new = self._nodes.node("Cast", [new], to=self._kv_type)
         return self._nodes.node("TensorScatter", [cache, new, self._nodes.inputs[names.CACHE_LEN]], axis=2)
+
+    def _read(self, cache: ir.Value, start: ir.Value, end: ir.Value) -> ir.Value:
+        """Return rows of the cache, in fp32."""
+        rows = self._nodes.node("Slice", [cache, start, end, self._ints(2)])
+        return rows if self._kv_type == ir.DataType.FLOAT else self._nodes.node("Cast", [rows], to=ir.DataType.FLOAT)
 
     def _summed(self, shares: ir.Value, values: ir.Value, size: int) -> ir.Value:
         """Return products of probabilities [B, Hkv, rows, S] and the first S values, block by block of keys."""
@@ -93,7 +101,7 @@ class BatchAttention:
 
         def product(start: ir.Value, end: ir.Value) -> ir.Value:
             some = make("Slice", [shares, start, end, self._ints(3)])
-            return make("MatMul", [some, make("Slice", [values, start, end, self._ints(2)])])
+            return make("MatMul", [some, self._read(values, start, end)])
 
         def further(number: ir.Value, summed: ir.Value) -> ir.Value:
             start = make("Unsqueeze", [make("Mul", [number, nodes.constant(width)]), self._ints(0)])
@@ -101,7 +109,7 @@ class BatchAttention:
             return make("Add", [summed, product(start, end)])
 
         def one_block() -> list[ir.Value]:
-            return [make("MatMul", [shares, make("Slice", [values, first, self._kv_len, self._ints(2)])])]
+            return [make("MatMul", [shares, self._read(values, first, self._kv_len)])]
 
         def two_blocks() -> list[ir.Value]:
             return [make("Add", [product(first, second), product(second, self._kv_len)])]
@@ -120,8 +128,7 @@ class BatchAttention:
         """Return scaled and capped products of rows and the first S keys."""
         make = self._nodes.node
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
-        cached_keys = make("Slice", [keys, self._ints(0), self._kv_len, self._ints(2)])
-        scores = self._products(rows, cached_keys, scale, head_dim(node))
+        scores = self._products(rows, self._read(keys, self._ints(0), self._kv_len), scale, head_dim(node))
         if not softcap:
             return scores
         cap = self._nodes.constant(np.float32(softcap))

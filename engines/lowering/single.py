@@ -125,6 +125,9 @@ def _attention(inputs: list[ir.Value | None], attributes: dict[str, Any], output
 def fits_single(node: ir.Node) -> bool:
     """Return True if the kernel supports this layer with the results of the graph for batches, to the bit."""
     plain = not node.attributes["softcap"].as_float() and len(node.inputs) == names.TREE_ATTENTION_INPUTS
+    cache = node.inputs[3]
+    if cache is None or cache.dtype != ir.DataType.FLOAT:
+        return False
     return plain and head_dim(node) % _HEAD_MULTIPLE == 0 and head_dim(node) <= _LARGEST_HEAD
 
 

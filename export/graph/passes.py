@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes import Sequential, common
 from onnx_ir.tape import Tape
 
+from redraft import names
 from redraft.export.graph.edit import constant_ints, typed
 
 
@@ -26,6 +27,13 @@ def simplify(model: ir.Model) -> None:
     merge_products(model)
     tidy = (common.RemoveUnusedNodesPass(), common.TopologicalSortPass(), common.CommonSubexpressionEliminationPass())
     Sequential(*tidy)(model)
+
+
+def set_cache_type(model: ir.Model, dtype: ir.DataType) -> None:
+    """Give the KV buffers another type. `redraft::TreeAttention` converts the rows that it writes and reads."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if names.is_cache(value.name or ""):
+            value.type = ir.TensorType(dtype)
 
 
 def compose_transposes(model: ir.Model) -> None:

@@ -6,7 +6,7 @@
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
     key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are committed; others are undefined
-    value_cache  [B, Hkv, C, D]
+    value_cache  [B, Hkv, C, D]     the caches may have another type than q, k and v
     tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i
     positions    int64 [B, T]       position of every node in its sequence
     cache_len    int64 [B]          committed rows before the call; row r < cache_len holds position r
@@ -14,7 +14,7 @@
     sinks        [Hq]               optional: each head's score of one more key, without a value
     out          [B, T, Hq * D]
     present_*    the caches with k and v written to rows cache_len .. cache_len + T - 1;
-                                    in place when run
+                                    in place when run. out is computed from rows as the caches hold them
 
 Attributes:
 
@@ -166,13 +166,14 @@ def WriteRows(k, cache, cache_len, kv_heads: int):  # type: ignore[no-untyped-de
     """The cache with the new rows k [B, T, Hkv * D] written."""
     rest = op.Constant(value_ints=[-1])
     shape = op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(kv_heads, rest), rest, axis=0)
-    return op.TensorScatter(cache, op.Transpose(op.Reshape(k, shape), perm=[0, 2, 1, 3]), cache_len, axis=2)
+    heads = op.Transpose(op.Reshape(k, shape), perm=[0, 2, 1, 3])
+    return op.TensorScatter(cache, op.CastLike(heads, cache), cache_len, axis=2)
 
 
 @script(OPSET, default_opset=op)
-def LiveRows(cache, kv_len):  # type: ignore[no-untyped-def]
-    """The first `kv_len` rows of a cache."""
-    return op.Slice(cache, op.Constant(value_ints=[0]), kv_len, op.Constant(value_ints=[2]))
+def LiveRows(cache, kv_len, q):  # type: ignore[no-untyped-def]
+    """The first `kv_len` rows of a cache, in the type of q."""
+    return op.CastLike(op.Slice(cache, op.Constant(value_ints=[0]), kv_len, op.Constant(value_ints=[2])), q)
 
 
 @script(OPSET, default_opset=op)
@@ -199,7 +200,7 @@ def TreeAttention(  # type: ignore[no-untyped-def]
     present_value = WriteRows(v, value_cache, cache_len, kv_heads)
     visible = TreeMask(tree_mask, positions, cache_len, kv_len, window, chunk)
     attended, _key, _value, _scores = op.Attention(
-        SplitHeads(q, q_heads), LiveRows(present_key, kv_len), LiveRows(present_value, kv_len), visible,
+        SplitHeads(q, q_heads), LiveRows(present_key, kv_len, q), LiveRows(present_value, kv_len, q), visible,
         scale=scale, softcap=softcap,
     )  # fmt: skip
     return MergeHeads(attended), present_key, present_value
@@ -226,9 +227,10 @@ def SinkTreeAttention(  # type: ignore[no-untyped-def]
     column = op.Reshape(sinks, op.Constant(value_ints=[1, -1, 1, 1]))
     heads = op.Add(scores, op.Mul(column, zero))
     last = op.Add(op.Mul(op.CastLike(op.Unsqueeze(positions, op.Constant(value_ints=[1, 3])), sinks), zero), column)
+    keys, values = LiveRows(present_key, kv_len, q), LiveRows(present_value, kv_len, q)
     attended, _key, _value, _scores = op.Attention(
-        SplitHeads(q, q_heads), WithSink(LiveRows(present_key, kv_len)), WithSink(LiveRows(present_value, kv_len)),
-        op.Concat(heads, last, axis=3), scale=scale, softcap=softcap,
+        SplitHeads(q, q_heads), WithSink(keys), WithSink(values), op.Concat(heads, last, axis=3),
+        scale=scale, softcap=softcap,
     )  # fmt: skip
     return MergeHeads(attended), present_key, present_value
 

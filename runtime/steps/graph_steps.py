@@ -48,7 +48,7 @@ class GraphSteps(Steps):
         widest = names.TREE_WIDTHS[-1]
         nodes = (limits.max_num_seqs, widest)
         parts = {
-            "verifier's KV": len(caches) * byte_size(shape.dtype, (rows,)),
+            "verifier's KV": len(caches) * byte_size(shape.kv_dtype, (rows,)),
             f"logits of {widest} nodes": byte_size("float32", (*nodes, shape.vocabulary)),
             f"features of {widest} nodes": len(hidden_states) * byte_size(shape.dtype, (*nodes, shape.hidden)),
         }

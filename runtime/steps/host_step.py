@@ -55,7 +55,7 @@ class HostSteps(Steps):
         rows = (limits.slots, shape.kv_heads, limits.max_model_len, shape.head_dim)
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that one copy moves a row of all layers.
         # It begins with a large page: a head's first rows would else take two of them.
-        self.kv: Array = aligned_zeros((2 * shape.layers, *rows), numpy_type(shape.dtype), LARGE_PAGE_BYTES)
+        self.kv: Array = aligned_zeros((2 * shape.layers, *rows), numpy_type(shape.kv_dtype), LARGE_PAGE_BYTES)
         for layer in self.kv:  # with several slots, a large page for each head would take seconds and gigabytes
             use_small_pages(layer[1:] if limits.max_num_seqs == 1 else layer)
         first_rows = self.kv[:, 0, :, 0]

@@ -114,6 +114,20 @@ def test_each_of_several_precisions_has_its_own_options() -> None:
         BuildConfig(target=0.1)
 
 
+def test_the_precision_of_keys_and_values() -> None:
+    ((config, words), (other, _)) = configured(precision="int8,kv=fp16,target=1,int4")
+    assert (config.kv, other.kv) == ("fp16", None)
+    assert words == ("--precision", "int8,kv=fp16,target=1")
+    assert configured(replace(RECIPE, kv="fp16"))[0][0].kv == "fp16"
+    with pytest.raises(UsageError, match="keys and values are fp32, or fp16 with kv=fp16, not 'fp17'; give PRECISION"):
+        configured(precision="int8,kv=fp17")
+    for precision in ("fp16", "bf16"):
+        with pytest.raises(UsageError, match=f"{precision} bundles have keys and values in {precision}; leave kv= out"):
+            configured(precision=f"{precision},kv=fp16")
+    with pytest.raises(UsageError, match="kv=fp16 is for CPUs: engines of tensorrt have keys and values of their own"):
+        configured(precision="int8,kv=fp16", backend="tensorrt")
+
+
 def test_the_command_line_overrides_the_recipes_drafter() -> None:
     assert choose_drafters(RECIPE, []) == RECIPE.drafters
     assert choose_drafters(RECIPE, ["none"]) == ()

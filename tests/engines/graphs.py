@@ -11,9 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from redraft import names, signatures
 from redraft.engines.tensorrt.native import DECOMPOSABLE
+from redraft.names import Dtype
 from redraft.signatures import VerifierShape
 
-_TYPES = {"int64": TensorProto.INT64, "bool": TensorProto.BOOL, "float32": TensorProto.FLOAT}
+_TYPES = {"int64": TensorProto.INT64, "bool": TensorProto.BOOL, "float32": TensorProto.FLOAT,
+          "float16": TensorProto.FLOAT16}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class Decoder:
     sinks: bool = False
     factors: bool = False
     sizes_of_inputs: bool = False
+    kv: Dtype | None = None
     seed: int = 0
 
     @property
     def shape(self) -> VerifierShape:
-        return VerifierShape(
-            self.layers, self.kv_heads, self.head_dim, self.hidden, self.vocabulary, self.max_positions
-        )
+        sizes = self.layers, self.kv_heads, self.head_dim, self.hidden, self.vocabulary, self.max_positions
+        return VerifierShape(*sizes, kv=self.kv)
 
 
 class _Graph:

@@ -35,7 +35,9 @@ class _Call(ctypes.Structure):
         *((name, _float) for name in ("scale", "softcap")),
         *((name, _pointer) for name in ("q", "k", "v")),
         *((name, _int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, _pointer) for name in ("key_cache", "value_cache", "tree_mask", "positions", "cache_len")),
+        *((name, _pointer) for name in ("key_cache", "value_cache")),
+        ("half", _int64),
+        *((name, _pointer) for name in ("tree_mask", "positions", "cache_len")),
         *((name, _pointer) for name in ("packed_rows", "sinks", "cosines", "sines")),
         *((name, _int64) for name in ("table_rows", "interleaved")),
         ("out", _pointer),
@@ -44,7 +46,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """The attributes of a model's attention. sinks: [Hq]. cosines, sines: [table rows, D / 2]."""
+    """The attributes of a model's attention. sinks: [Hq]. cosines, sines: [table rows, D / 2]. cache: its type."""
 
     q_heads: int
     kv_heads: int
@@ -57,6 +59,7 @@ class Form:
     cosines: Floats | None = None
     sines: Floats | None = None
     interleaved: bool = False
+    cache: type[np.floating[Any]] = np.float32
 
     @property
     def width(self) -> int:
@@ -128,7 +131,7 @@ def random_call(
     """Return a call. Rows of the caches are NaN from `cache_len` on."""
     capacity = max(past + len(each) for past, each in zip(cache_len, parents, strict=True)) + spare
     shape = len(cache_len), form.kv_heads, capacity, form.head_dim
-    caches = [magnitude * rng.standard_normal(shape, np.float32) for _ in range(2)]
+    caches = [(magnitude * rng.standard_normal(shape, np.float32)).astype(form.cache) for _ in range(2)]
     for cache in caches:
         for sequence, past in enumerate(cache_len):
             cache[sequence, :, past:] = np.nan
@@ -230,6 +233,7 @@ def _fields(call: Call) -> dict[str, Any]:
     strides = {f"{name}_stride": part.strides[0] // 4 for name, part in zip("qkv", parts, strict=True)}
     return strides | {
         "sequences": batch, "nodes": most, "rows": len(call.rows), "capacity": capacity,
+        "half": int(form.cache is np.float16),
         "q_heads": form.q_heads, "kv_heads": form.kv_heads, "head_dim": form.head_dim, "window": form.window,
         "chunk": form.chunk, "scale": form.scale, "softcap": form.softcap, "q": parts[0], "k": parts[1], "v": parts[2],
         "tree_mask": mask, "positions": np.array(positions, np.int64), "cache_len": np.array(call.cache_len, np.int64),
@@ -241,7 +245,7 @@ def _fields(call: Call) -> dict[str, Any]:
 
 def _guarded(array: Floats) -> tuple[Floats, tuple[Floats, Floats]]:
     """Return a copy in the middle of NaNs, and these."""
-    whole = np.full(array.size + 2 * GUARD, np.nan, np.float32)
+    whole = np.full(array.size + 2 * GUARD, np.nan, array.dtype)
     inner = whole[GUARD : GUARD + array.size].reshape(array.shape)
     inner[...] = array
     return inner, (whole[:GUARD], whole[GUARD + array.size :])

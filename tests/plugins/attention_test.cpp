@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kCalls = 40;  // with which all code for numbers of rows and columns is used
+constexpr int kCalls = 60;  // with which all code for numbers of rows and columns is used
 constexpr int64_t kLengths[] = {0, 1, 15, 16, 60, 241, 255, 256, 257, 500};
 constexpr int64_t kNodes[] = {1, 2, 3, 7, 11, 23};
 
@@ -31,6 +31,16 @@ int64_t any(const int64_t (&values)[kCount]) {
 std::vector<float> random_values(int64_t count) {
   std::vector<float> values(static_cast<size_t>(count));
   for (auto &each : values) each = static_cast<float>(static_cast<int32_t>(generator())) * 0x1p-30f;
+  return values;
+}
+
+// The bytes of a cache of so many numbers, between -2 and 2 in fp16 too, where some are subnormal.
+std::vector<float> random_cache(int64_t count, bool half) {
+  std::vector<float> values = random_values(half ? count / 2 : count);
+  for (auto &each : values) {
+    const uint32_t two = generator() & 0xbfffbfff;
+    if (half) memcpy(&each, &two, sizeof each);
+  }
   return values;
 }
 
@@ -57,6 +67,7 @@ const char *attend(int number, uint64_t &hash) {
   c.softcap = below(3) == 0 ? 2.0f : 0.0f;
   const bool packed = below(2), sinks = below(2), rotated = below(3) > 0;
   c.interleaved = below(2);
+  c.half = below(2);
 
   std::vector<uint8_t> mask(static_cast<size_t>(c.sequences * c.nodes * c.nodes));
   std::vector<int64_t> positions, cache_len, places;
@@ -84,7 +95,8 @@ const char *attend(int number, uint64_t &hash) {
   const auto rows = random_values(c.rows * width), of_heads = random_values(c.q_heads);
   const auto cosines = random_values(c.table_rows * c.head_dim / 2),
              sines = random_values(c.table_rows * c.head_dim / 2);
-  auto keys = random_values(c.sequences * c.kv_heads * c.capacity * c.head_dim), values = random_values(keys.size());
+  const int64_t cached = c.sequences * c.kv_heads * c.capacity * c.head_dim;
+  auto keys = random_cache(cached, c.half), values = random_cache(cached, c.half);
   std::vector<float> out(static_cast<size_t>(c.rows * c.q_heads * c.head_dim));
   c.q = rows.data();
   c.k = c.q + c.q_heads * c.head_dim;

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "plugins" / "cpu"
 STRICT = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
-AVX2 = ("-mavx2", "-mfma")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-D_GLIBCXX_ASSERTIONS")
 
 

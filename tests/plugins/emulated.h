@@ -46,6 +46,15 @@ static inline Floats emulated_fmadd(Floats a, Floats b, Floats c) {
 }
 #define _mm512_fmadd_ps emulated_fmadd
 
+typedef float emulated_floats __attribute__((vector_size(64)));
+static inline emulated_floats emulated_cvtph(int, __m256i halves) {
+  float found[16];
+  _mm256_storeu_ps(found, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
+  _mm256_storeu_ps(found + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+  return emulated::as<emulated_floats>(found);
+}
+#define _mm512_maskz_cvtph_ps emulated_cvtph
+
 #else
 
 using __m128i = emulated::Vector<uint8_t, 16>;

@@ -193,8 +193,8 @@ def _fused(products: NDArray[np.float64], y: Floats) -> Floats:
 def check_equal(found: Floats, expected: Floats) -> None:
     """Compare to the bit, NaN with any NaN."""
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
-    there = ~np.isnan(expected)
-    np.testing.assert_array_equal(found.view(np.uint32)[there], expected.view(np.uint32)[there])
+    there, bits = ~np.isnan(expected), f"u{expected.itemsize}"
+    np.testing.assert_array_equal(found.view(bits)[there], expected.view(bits)[there])
 
 
 def check_rows(products: Products, bits: int, block: int, counts: Sequence[int], n: int = 37) -> None:

@@ -21,6 +21,7 @@ from .attention import (
     ISAS,
     Attention,
     Call,
+    Form,
     Parents,
     Refused,
     chain,
@@ -52,6 +53,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "rotation": {"rotation": "half"},
     "interleaved": {"rotation": "interleaved"},
     "all": {"rotation": "half", "sinks": True, "softcap": 1.5, "window": 270, "scale": 0.3},
+    "fp16": {"cache": np.float16},
+    "all in fp16": {"rotation": "interleaved", "sinks": True, "softcap": 1.5, "window": 270, "cache": np.float16},
 }
 SHAPES = [((1, 1), 16), ((6, 2), 64), ((7, 1), 80), ((3, 1), 128), ((2, 2), 256), ((48, 1), 64)]
 """Heads and head sizes."""
@@ -59,6 +62,7 @@ TEXT = 600
 TEXT_FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {"rotation": "interleaved", "sinks": True, "softcap": 3.0, "window": 310, "chunk": 400},
+    "fp16": {"rotation": "half", "cache": np.float16},
 }
 
 
@@ -144,6 +148,34 @@ def test_the_definition(used: Attention, features: str) -> None:
     check_equal(used.attend(call)[0], expected)
 
 
+def test_subnormal_keys_and_values(used: Attention) -> None:
+    """Of fp16. A processor's setting for subnormal numbers does not matter."""
+    rng = np.random.default_rng(11)
+    form = random_form(rng, (6, 2), 48, scale=1e10, cache=np.float16)
+    call = random_call(rng, form, (250,), (random_tree(rng, 12),), magnitude=1e-5)
+    check_equal(used.attend(call)[0], literal(call))
+
+
+def test_every_number_in_fp16(used: Attention) -> None:
+    """Values as they are stored and read: all numbers in fp16, and those at and next to the middle of two of them."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = np.sort(halves[np.isfinite(halves)]).astype(np.float32)
+    middles = (halves[1:] + halves[:-1]) / 2
+    sides = [np.nextafter(middles, np.float32(end)) for end in (-np.inf, np.inf)]
+    ends = np.array([65519, 65520, 65521, 1e30, np.inf, 1e-30, 2.0**-25, 2.0**-149], np.float32)
+    values = np.concatenate([halves, middles, *sides, ends, -ends])
+    values = np.pad(values, (0, -values.size % 256)).reshape(-1, 256)
+    form = Form(1, 1, 256, 1.0, cache=np.float16)
+    shape = 1, 1, len(values), 256
+    caches = [np.zeros(shape, np.float16) for _ in range(2)]
+    rows = np.concatenate([np.ones((len(values), 512), np.float32), values], axis=1)
+    out, _, stored = used.attend(Call(form, rows, *caches, (0,), ((-1,) * len(values),)))
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16)
+    assert stored.tobytes() == expected.tobytes()
+    assert np.array_equal(out, expected.astype(np.float32))
+
+
 @pytest.mark.parametrize("count", [1, 50])
 def test_every_instruction_set_gives_the_same_bits(attention: Attention, count: int) -> None:
     rng, best, found = np.random.default_rng(4), attention.isa, []
@@ -152,7 +184,7 @@ def test_every_instruction_set_gives_the_same_bits(attention: Attention, count: 
             rng, random_form(rng, heads, head_dim, **features), (270, 600), (chain(count), random_tree(rng, count))
         )
         for heads, head_dim in SHAPES[1:5]
-        for features in (FEATURES["all"], FEATURES["window and chunk"])
+        for features in (FEATURES["all"], FEATURES["window and chunk"], FEATURES["all in fp16"])
     ]
     calls.append(random_call(rng, calls[0].form, (400,), (chain(count),), magnitude=20))
     for isa in attention.isas():
@@ -191,7 +223,7 @@ class Text:
         """Return a call over nodes after the text's first tokens. Later rows of the caches are NaN."""
         capacity = past + len(parents) + int(self.rng.integers(0, 9))
         shape = 1, self.form.kv_heads, capacity, self.form.head_dim
-        caches = [np.full(shape, np.nan, np.float32) for _ in range(2)]
+        caches = [np.full(shape, np.nan, self.form.cache) for _ in range(2)]
         for cache, known in zip(caches, self.caches, strict=True):
             cache[:, :, :past] = known[:, :, :past]
         return Call(self.form, rows, caches[0], caches[1], (past,), (parents,))
@@ -275,7 +307,11 @@ NANS = (0x7FC00000, 0x7FC00001, 0xFFFFFFFF)
 """NaNs, two of them with a payload."""
 
 
-@pytest.mark.parametrize("features", [{}, {"window": 30, "softcap": 2.0, "rotation": "half", "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"window": 30, "softcap": 2.0, "rotation": "half", "sinks": True}, {"cache": np.float16}],
+    ids=["plain", "features", "fp16"],
+)
 @pytest.mark.parametrize("bits", NANS, ids=hex)
 def test_nan_reaches_only_the_rows_that_see_it(used: Attention, features: dict[str, Any], bits: int) -> None:
     """One number of a node's q or k, a node's v, or one of a committed row of a cache. Other rows keep every bit."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
-from redraft.config import BuildConfig, DrafterBuild, Precision
+from redraft.assembly.options import parse_precisions
+from redraft.config import BuildConfig, DrafterBuild
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.runtime import Budget, Runtime, SamplingParams
 from redraft.runtime.drafters.base import Drafter
@@ -87,8 +88,11 @@ def fill(verifier: Verifier, seq: Request, drafter: Drafter | None = None) -> No
         seq.num_computed_tokens += rows
 
 
-def write_lyanna_bundle(folder: Path, precision: Precision = "fp32") -> Path:
-    """Build `folder`/engines from a checkpoint and a drafter in fp32, so that every verified step counts."""
+def write_lyanna_bundle(folder: Path, precision: str = "fp32") -> Path:
+    """Build `folder`/engines from a checkpoint and a drafter in fp32, so that every verified step counts.
+
+    precision: as the command line takes it.
+    """
     checkpoint = _verifier(folder)
     drafter = write_drafter(folder / "drafter", checkpoint, _CONFIG)
     return _build(folder, checkpoint, lyanna_build(str(drafter), precision="fp32", width=WIDTH), precision=precision)
@@ -118,8 +122,9 @@ def _verifier(folder: Path) -> Checkpoint:
     return Checkpoint.open(checkpoint.path)
 
 
-def _build(folder: Path, checkpoint: Checkpoint, *drafters: DrafterBuild, precision: Precision = "fp32") -> Path:
+def _build(folder: Path, checkpoint: Checkpoint, *drafters: DrafterBuild, precision: str = "fp32") -> Path:
     model = Model("little", str(checkpoint.path), checkpoint.path)
-    config = BuildConfig(precision=precision, drafters=drafters)
+    (option,) = parse_precisions(precision)
+    config = BuildConfig(precision=option.precision, kv=option.kv, drafters=drafters)
     build_bundle(model, config, folder / "engines", {}, False, lambda message: None)
     return folder / "engines"

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from redraft.config import Precision
+from redraft import names
+from redraft.cli.inspect import as_lines
+from redraft.engines import open_bundle
+from redraft.engines.sizes import kv_bytes
 from redraft.plugins.operators import OFF, OPERATORS_VARIABLE, Operators
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from tests.conftest import Once
-from tests.runtime.lyanna_bundle import write_lyanna_bundle
+from tests.runtime.lyanna_bundle import CONTEXT, write_lyanna_bundle
 
 PROMPTS = [[5, 6, 7], [8, 9, 5, 6] * 3, [3, 4] * 10]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1)
@@ -35,12 +38,28 @@ def decoded(bundle: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> Text
         return alone.fingerprint, expected
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+HALF = "int8,kv=fp16"
+
+
+@pytest.mark.parametrize("precision", ["fp32", HALF, "int4"])
 def test_a_text_is_the_same_by_every_method_with_either_kernels(
-    precision: Precision, once: Once, operators_library: Operators, unmeasured: None, monkeypatch: pytest.MonkeyPatch
+    precision: str, once: Once, operators_library: Operators, unmeasured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = once(write_lyanna_bundle, precision) / "engines"
     name, ours = decoded(bundle, str(operators_library.path), monkeypatch)
     other, others = decoded(bundle, OFF, monkeypatch)
     assert name != other
     assert [one.logprobs for one in ours] != [one.logprobs for one in others]
+
+
+def test_figures_of_the_memory_follow_the_type_of_keys_and_values(once: Once, unmeasured: None) -> None:
+    half, usual = (open_bundle(once(write_lyanna_bundle, precision) / "engines") for precision in (HALF, "fp32"))
+    assert usual.manifest.graphs.keys() - half.manifest.graphs.keys() == {names.VERIFIER_SINGLE, names.VERIFIER_FAST}
+    assert f"int8, KV in fp16, context {CONTEXT}, KV of a full slot" in "\n".join(as_lines(half, None))
+    assert kv_bytes(half.manifest, 4) == kv_bytes(usual.manifest, 2)
+    for device, slots in ((None, 4), ("cpu", 2)):
+        with Runtime.open(half.path, threads=1, max_num_seqs=2, device=device, verify=False) as runtime:
+            rows = runtime.verifier.steps.host_kv()
+            assert {array.dtype.name for array in rows} == {"float16"}
+            assert sum(array.nbytes for array in rows) >= kv_bytes(half.manifest, slots)
+            runtime.generate(PROMPTS[:1], GREEDY)

@@ -1,7 +1,8 @@
 // The kernels, over the vectors of one instruction set. Each file with flags of its own includes this once.
 //
 // Isa: Floats and Ints, vectors of kLanes numbers that the compiler's operators take; fma; kMostRows, the query rows whose
-// scores of kKeys keys stay in registers; transpose(from, to): 8 numbers of each of 8 rows to columns of kKeys rows.
+// scores of kKeys keys stay in registers; widen(from): kLanes numbers in fp16 as fp32; transpose(from, to): 8 numbers of
+// each of 8 rows to columns of kKeys rows. Number is the type of the caches' numbers.
 
 #pragma once
 
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 
+#include "half.h"
 #include "plan.h"
 
 namespace {
@@ -29,6 +31,7 @@ struct Attend {
     memcpy(&value, from, sizeof value);
     return value;
   }
+  static Floats load(const Half *from) { return Isa::widen(from); }
   static void store(float *to, Floats value) { memcpy(to, &value, sizeof value); }
   static Floats all(float value) { return value - Floats{}; }
   static Floats larger(Floats a, Floats b) { return a > b ? a : b; }
@@ -92,30 +95,37 @@ struct Attend {
 
   // ---- New rows.
 
-  static void rotate(const redraft_attention_call &c, const float *from, int64_t position, float scale, float *to) {
+  template <typename Number>
+  static void rotate(const redraft_attention_call &c, const float *from, int64_t position, float scale, Number *to) {
     const int64_t size = c.head_dim, half = size / 2;
     if (!c.cosines) {
-      for (int64_t i = 0; i < size; ++i) to[i] = from[i] * scale;
+      for (int64_t i = 0; i < size; ++i) to[i] = rounded<Number>(from[i] * scale);
       return;
     }
     const float *cosines = c.cosines + position * half, *sines = c.sines + position * half;
     if (c.interleaved) {
       for (int64_t i = 0; i < half; ++i) {
         const float a = from[2 * i], b = from[2 * i + 1];
-        to[2 * i] = ::fmaf(a, cosines[i], -(b * sines[i])) * scale;
-        to[2 * i + 1] = ::fmaf(a, sines[i], b * cosines[i]) * scale;
+        to[2 * i] = rounded<Number>(::fmaf(a, cosines[i], -(b * sines[i])) * scale);
+        to[2 * i + 1] = rounded<Number>(::fmaf(a, sines[i], b * cosines[i]) * scale);
       }
       return;
     }
     for (int64_t i = 0; i < half; ++i) {
       const float a = from[i], b = from[i + half];
-      to[i] = ::fmaf(a, cosines[i], -(b * sines[i])) * scale;
-      to[i + half] = ::fmaf(a, sines[i], b * cosines[i]) * scale;
+      to[i] = rounded<Number>(::fmaf(a, cosines[i], -(b * sines[i])) * scale);
+      to[i + half] = rounded<Number>(::fmaf(a, sines[i], b * cosines[i]) * scale);
     }
   }
 
   static void write(Plan &plan, int64_t first, int64_t last) {
+    plan.call->half ? write_rows<Half>(plan, first, last) : write_rows<float>(plan, first, last);
+  }
+
+  template <typename Number>
+  static void write_rows(Plan &plan, int64_t first, int64_t last) {
     const auto &c = *plan.call;
+    auto *const keys = static_cast<Number *>(c.key_cache), *const values = static_cast<Number *>(c.value_cache);
     const int64_t size = c.head_dim;
     for (int64_t row = first; row < last; ++row) {
       const int64_t place = c.packed_rows ? c.packed_rows[row] : row, position = c.positions[row];
@@ -126,8 +136,9 @@ struct Attend {
       }
       for (int64_t head = 0; head < c.kv_heads; ++head) {
         const int64_t to = ((sequence * c.kv_heads + head) * c.capacity + at) * size;
-        rotate(c, c.k + row * c.k_stride + head * size, position, 1.0f, c.key_cache + to);
-        memcpy(c.value_cache + to, c.v + row * c.v_stride + head * size, static_cast<size_t>(size) * sizeof(float));
+        rotate(c, c.k + row * c.k_stride + head * size, position, 1.0f, keys + to);
+        const float *v = c.v + row * c.v_stride + head * size;
+        for (int64_t i = 0; i < size; ++i) values[to + i] = rounded<Number>(v[i]);
       }
     }
   }
@@ -144,9 +155,10 @@ struct Attend {
   };
 
   // Packs up to kKeys keys; missing ones are 0.
-  static void pack(const float *const *rows, int64_t count, int64_t size, float *keys, int64_t ahead = 0) {
-    static constexpr float kNone[kMostDim] = {};
-    const float *from[kKeys];
+  template <typename Number>
+  static void pack(const Number *const *rows, int64_t count, int64_t size, float *keys, int64_t ahead = 0) {
+    static constexpr Number kNone[kMostDim] = {};
+    const Number *from[kKeys];
     for (int64_t key = 0; key < kKeys; ++key) from[key] = key < count ? rows[key] : kNone;
     for (int64_t i = 0; i < size; i += 8) {
       if (i % 16 == 0) {
@@ -158,8 +170,8 @@ struct Attend {
   }
 
   // Writes scores of kRows rows and a packed group of keys.
-  template <int kRows>
-  static void score(const float *const *q, const float *keys, int64_t size, float *scores, const float *ahead,
+  template <int kRows, typename Number>
+  static void score(const float *const *q, const float *keys, int64_t size, float *scores, const Number *ahead,
                     int64_t step) {
     Floats sums[kRows][kVectors] = {};
     for (int64_t i = 0; i < size; ++i, keys += kKeys, ahead += step) {
@@ -176,9 +188,9 @@ struct Attend {
     }
   }
 
-  template <int kRows = Isa::kMostRows>
+  template <int kRows = Isa::kMostRows, typename Number>
   static void score_all(const float *const *q, const float *keys, int64_t size, float *scores, int64_t rows,
-                        const float *ahead, int64_t step = 16) {
+                        const Number *ahead, int64_t step = 16) {
     for (; rows >= kRows; rows -= kRows, q += kRows, scores += kRows * kBlock, step = 0)
       score<kRows>(q, keys, size, scores, ahead, step);
     if constexpr (kRows > 1) {
@@ -187,8 +199,8 @@ struct Attend {
   }
 
   // Adds p times values of the rows first .. last - 1 to kVec vectors of the sums of kRows rows.
-  template <int kRows, int kVec>
-  static void add(const float *p, const float *values, int64_t size, int64_t count, float *sums) {
+  template <int kRows, int kVec, typename Number>
+  static void add(const float *p, const Number *values, int64_t size, int64_t count, float *sums) {
     Floats of[kRows][kVec];
     for (int row = 0; row < kRows; ++row) {
       for (int v = 0; v < kVec; ++v) of[row][v] = load(sums + row * size + v * kLanes);
@@ -206,8 +218,9 @@ struct Attend {
     }
   }
 
-  template <int kRows, int kVec>
-  static void add_columns(const float *p, const float *values, int64_t size, int64_t count, float *sums, int64_t left) {
+  template <int kRows, int kVec, typename Number>
+  static void add_columns(const float *p, const Number *values, int64_t size, int64_t count, float *sums,
+                          int64_t left) {
     for (; left >= kVec * kLanes; left -= kVec * kLanes, values += kVec * kLanes, sums += kVec * kLanes) {
       add<kRows, kVec>(p, values, size, count, sums);
     }
@@ -217,8 +230,8 @@ struct Attend {
   }
 
   // Values of `count` following rows, for `rows` rows of sums.
-  template <int kRows = 6>
-  static void add_all(const float *p, const float *values, int64_t size, int64_t count, float *sums, int64_t rows) {
+  template <int kRows = 6, typename Number>
+  static void add_all(const float *p, const Number *values, int64_t size, int64_t count, float *sums, int64_t rows) {
     constexpr int kVec = kRows == 1 ? 8 : kRows <= 3 ? 4 : 2;
     for (; rows >= kRows; rows -= kRows, p += kRows * kBlock, sums += kRows * size) {
       add_columns<kRows, kVec>(p, values, size, count, sums, size);
@@ -254,12 +267,14 @@ struct Attend {
   }
 
   // Computes the sums of one block: o [rows, D], then m [rows], then l [rows]; l is 0 for rows that see none of it.
+  template <typename Number>
   static void block(const Plan &plan, const Tile &tile, int64_t head, int64_t number, Work &work, float *sums) {
     const auto &c = *plan.call;
     const int64_t size = c.head_dim, groups = plan.groups(), rows = tile.count * groups;
     const int64_t start = number * kBlock, stop = start + kBlock;
     const int64_t cache = (tile.sequence * c.kv_heads + head) * c.capacity * size;
-    const float *keys = c.key_cache + cache, *values = c.value_cache + cache;
+    const Number *keys = static_cast<const Number *>(c.key_cache) + cache;
+    const Number *values = static_cast<const Number *>(c.value_cache) + cache;
     const int64_t past = c.cache_len[tile.sequence];
     float *largest = sums + rows * size, *total = largest + rows;
     memset(sums, 0, static_cast<size_t>(rows * plan.partial_floats()) * sizeof(float));
@@ -271,7 +286,7 @@ struct Attend {
       low = std::min(low, std::max(start, node.begin));
       high = std::max(high, std::min(stop, node.prefix));
     }
-    const float *from[kKeys];
+    const Number *from[kKeys];
     for (int64_t group = low / kKeys * kKeys; group < high; group += kKeys) {
       const int64_t count = std::min(kKeys, high - group);
       for (int64_t key = 0; key < count; ++key) from[key] = keys + (group + key) * size;
@@ -323,8 +338,9 @@ struct Attend {
     }
   }
 
+  template <typename Number>
   static void add_some(const Work &work, int64_t row, int64_t first, int64_t last, int64_t start, int64_t size,
-                       const float *values, float *sums) {
+                       const Number *values, float *sums) {
     if (first >= last) return;
     add_all(work.scores + row * kBlock + (first - start), values + first * size, size, last - first, sums + row * size,
             1);
@@ -381,19 +397,20 @@ struct Attend {
   static void attend(Plan &plan, int64_t first, int64_t last) {
     thread_local Work work;
     const auto &c = *plan.call;
+    const auto compute = c.half ? block<Half> : block<float>;
     for (int64_t task = first; task < last; ++task) {
       const int64_t which = task / c.kv_heads, head = task % c.kv_heads;
       if (plan.split) {
         const Tile &tile = plan.tiles[static_cast<size_t>(plan.tile_of[static_cast<size_t>(which)])];
         const int64_t number = tile.first_block + which - tile.pair;
-        block(plan, tile, head, number, work, plan.partial(tile, number, head));
+        compute(plan, tile, head, number, work, plan.partial(tile, number, head));
         continue;
       }
       const Tile &tile = plan.tiles[static_cast<size_t>(which)];
       const int64_t rows = tile.count * plan.groups();
       clear(work.joined, rows, c.head_dim);
       for (int64_t number = tile.first_block; number < tile.last_block; ++number) {
-        block(plan, tile, head, number, work, work.sums);
+        compute(plan, tile, head, number, work, work.sums);
         join(work.joined, work.sums, rows, c.head_dim);
       }
       finish(plan, tile, head, work.joined);

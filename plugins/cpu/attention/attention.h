@@ -1,5 +1,9 @@
 // redraft::TreeAttention on CPUs: rotates and writes the new rows of a KV cache, and attends to the rows of each node's path.
 //
+// A cache holds fp32 or fp16 (IEEE binary16). New keys, after their rotation, and new values are rounded to its type: to
+// nearest, ties to even, with subnormals; 65520 and more give infinity. All rows are read as the cache holds them, those of
+// this call too. Rows that see an infinity may be NaN.
+//
 // Every node has the keys of the positions begin .. position, of its own path: the sequence's committed rows, which lie at
 // the row of their position, then its ancestors and itself. Numbers are fp32 and computed in this order:
 //
@@ -40,7 +44,8 @@ typedef struct {
   float scale, softcap;                 // softcap 0: none
   const float *q, *k, *v;               // of node n: q + n * q_stride [Hq * D], k + n * k_stride and v + … [Hkv * D]
   int64_t q_stride, k_stride, v_stride;
-  float *key_cache, *value_cache;   // [B, Hkv, C, D]
+  void *key_cache, *value_cache;    // [B, Hkv, C, D]
+  int64_t half;                     // 1: the caches hold fp16; 0: fp32
   const uint8_t *tree_mask;         // [B, T, T]: place j is i itself or an ancestor of i, which comes before it
   const int64_t *positions;         // [N]; one outside cache_len .. cache_len + t sees what the nearest of them does
   const int64_t *cache_len;         // [B]

@@ -1,17 +1,24 @@
-// 8 rows of 8 numbers as columns, by AVX.
+// 8 rows of 8 numbers as columns in fp32, by AVX and F16C.
 
 #pragma once
 
 #include <immintrin.h>
-#include <stdint.h>
+
+#include "half.h"
 
 namespace {
 
 struct AvxTranspose {
+  static __m256 eight(const float *from) { return _mm256_loadu_ps(from); }
+  static __m256 eight(const Half *from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+  }
+
   // Writes number first + i of row r to to[16 i + r], i < 8, r < 8.
-  static void transpose(const float *const *rows, int64_t first, float *to) {
+  template <typename Number>
+  static void transpose(const Number *const *rows, int64_t first, float *to) {
     __m256 a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(rows[i] + first);
+    for (int i = 0; i < 8; ++i) a[i] = eight(rows[i] + first);
     for (int i = 0; i < 8; i += 2) {
       b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
       b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);

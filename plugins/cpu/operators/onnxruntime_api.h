@@ -19,7 +19,7 @@ struct OrtValue;
 constexpr uint32_t kApiVersion = 17;
 constexpr char kFirstRelease[] = "1.17";
 enum OrtErrorCode : int { kFail = 1, kInvalidArgument = 2 };
-enum OrtElementType : int { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kBool = 9 };
+enum OrtElementType : int { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10 };
 enum OrtPresence : int { kRequired = 0, kOptional = 1 };
 
 // Each unused_N is the gap before the entry at position N.

@@ -73,17 +73,21 @@ OrtCustomOp block_product() {
   return op;
 }
 
+// kCache: the type of the caches. ONNX Runtime joins operators of one name, and picks one by the types of a node's inputs.
+template <OrtElementType kCache>
 OrtCustomOp tree_attention() {
   OrtCustomOp op = operator_of<TreeAttention>();
   op.GetName = [](const OrtCustomOp *) { return "CpuTreeAttention"; };
   op.GetInputType = [](const OrtCustomOp *, size_t index) {
     if (index == kTreeMask) return kBool;
+    if (index == kKeyCache || index == kValueCache) return kCache;
     return (index >= kPositions && index <= kKvLen) || index == kPackedRows ? kInt64 : kFloat;
   };
   op.GetInputTypeCount = [](const OrtCustomOp *) -> size_t { return kAttentionInputs; };
   op.GetInputCharacteristic = [](const OrtCustomOp *, size_t i) {
     return i == kK || i == kV || i >= kSinks ? kOptional : kRequired;
   };
+  op.GetOutputType = [](const OrtCustomOp *, size_t index) { return index == kOut ? kFloat : kCache; };
   op.GetOutputTypeCount = [](const OrtCustomOp *) -> size_t { return kAttentionOutputs; };
   return op;
 }
@@ -107,9 +111,10 @@ OrtCustomOpDomain *made(const OrtApi &api, const char *name, std::initializer_li
 
 // Adds the domains with the operators. Sessions point to them, so they are made once and never released.
 void add_domains(const OrtApi &api, OrtSessionOptions *options) {
-  static const OrtCustomOp product = block_product(), attention = tree_attention(), gate = silu_gate();
+  static const OrtCustomOp product = block_product(), gate = silu_gate();
+  static const OrtCustomOp attention = tree_attention<kFloat>(), half = tree_attention<kFloat16>();
   static OrtCustomOpDomain *const replaced = made(api, "com.microsoft", {&product});
-  static OrtCustomOpDomain *const own = made(api, "redraft", {&attention, &gate});
+  static OrtCustomOpDomain *const own = made(api, "redraft", {&attention, &half, &gate});
   check(api.AddCustomOpDomain(options, replaced));
   check(api.AddCustomOpDomain(options, own));
 }

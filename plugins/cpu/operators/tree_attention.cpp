@@ -31,14 +31,15 @@ TreeAttention::TreeAttention(const OrtApi &api, const OrtKernelInfo *info)
 }
 
 // Returns the memory of an output that continues a cache.
-float *TreeAttention::present(OrtKernelContext *context, AttentionInput cache, AttentionOutput output) const {
+void *TreeAttention::present(OrtKernelContext *context, AttentionInput cache, AttentionOutput output) const {
   const Tensor given(api_, input(api_, context, cache));
   OrtValue *result = nullptr;
   check(api_.KernelContext_GetOutput(context, output, given.shape.data(), given.shape.size(), &result));
   void *memory = nullptr;
   check(api_.GetTensorMutableData(result, &memory));
-  if (memory != given.data) memcpy(memory, given.data, static_cast<size_t>(given.count()) * sizeof(float));
-  return static_cast<float *>(memory);
+  const size_t bytes = given.type == kFloat16 ? 2 : 4;
+  if (memory != given.data) memcpy(memory, given.data, static_cast<size_t>(given.count()) * bytes);
+  return memory;
 }
 
 void TreeAttention::compute(OrtKernelContext *context) const {
@@ -63,6 +64,7 @@ void TreeAttention::compute(OrtKernelContext *context) const {
   call.sequences = sequences;
   call.nodes = mask.shape[1];
   call.capacity = keys.shape[2];
+  call.half = keys.type == kFloat16;
   call.q_heads = q_heads_;
   call.kv_heads = kv_heads_;
   call.head_dim = size;

@@ -2,6 +2,7 @@
 // (`redraft.export.graph.tree_attention`). Lowered graphs add inputs:
 //
 //   q               fp32 [B, T, Hq * D]; without k and v: all three in one, [B, T, (Hq + 2 Hkv) * D]
+//   key_cache, value_cache and their outputs: both fp32 or both fp16
 //   packed_rows     int64 [N], optional: rows are packed, q [1, N, ...], positions [1, N]; the place of each row
 //   cosines, sines  fp32 [positions, D / 2], optional: q and k are rotated first
 //
@@ -40,7 +41,7 @@ class TreeAttention {
   void compute(OrtKernelContext *context) const;
 
  private:
-  float *present(OrtKernelContext *context, AttentionInput cache, AttentionOutput output) const;
+  void *present(OrtKernelContext *context, AttentionInput cache, AttentionOutput output) const;
 
   const OrtApi &api_;
   int64_t q_heads_, kv_heads_, window_, chunk_, interleaved_;
