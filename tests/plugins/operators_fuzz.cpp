@@ -74,6 +74,20 @@ bool same(const Floats &a, const Floats &b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), equal);
 }
 
+// The same of caches, of fp16 if `half`.
+bool same_caches(const Floats &a, const Floats &b, bool half) {
+  if (!half) return same(a, b);
+  const auto *from = reinterpret_cast<const unsigned char *>(a.data());
+  const auto *other = reinterpret_cast<const unsigned char *>(b.data());
+  for (size_t at = 0; at < a.size() * sizeof(float); at += 2) {
+    uint16_t x, y;
+    memcpy(&x, from + at, sizeof x);
+    memcpy(&y, other + at, sizeof y);
+    if (x != y && ((x & 0x7fff) <= 0x7c00 || (y & 0x7fff) <= 0x7c00)) return false;
+  }
+  return true;
+}
+
 // ---- Products.
 
 struct Free {
@@ -227,6 +241,7 @@ Attention any_call(Bytes &bytes) {
   c.scale = 1 / sqrtf(static_cast<float>(c.head_dim));
   c.softcap = bytes.below(3) == 1 ? 2.0f : 0.0f;
   c.interleaved = bytes.below(2);
+  c.half = bytes.below(2);  // its caches are the first half of those for fp32
   const bool packed = bytes.below(2);
   a.mask.resize(static_cast<size_t>(c.sequences * c.nodes * c.nodes));
   int64_t longest = 0;
@@ -309,6 +324,7 @@ const char *attend(const char *isa, Attention &a) {
 void attend_alone(Attention &a, int64_t sequence) {
   auto c = a.call;
   const int64_t place = sequence * c.nodes, cache = sequence * c.kv_heads * c.capacity * c.head_dim;
+  const int64_t bytes = c.half ? 2 : 4;
   const auto from = std::lower_bound(a.places.begin(), a.places.end(), place);
   const auto to = std::lower_bound(from, a.places.end(), place + c.nodes);
   const int64_t first = from - a.places.begin();
@@ -320,8 +336,8 @@ void attend_alone(Attention &a, int64_t sequence) {
   c.q += first * c.q_stride;
   c.k += first * c.k_stride;
   c.v += first * c.v_stride;
-  c.key_cache += cache;
-  c.value_cache += cache;
+  c.key_cache = static_cast<char *>(c.key_cache) + cache * bytes;
+  c.value_cache = static_cast<char *>(c.value_cache) + cache * bytes;
   c.tree_mask += place * c.nodes;
   c.positions += first;
   c.cache_len += sequence;
@@ -339,7 +355,9 @@ void fuzz_attention(Bytes &bytes) {
   const char *refusal = attend("scalar", expected);
   expect(refusal != nullptr || !wrong, "a wrong call is computed");
   const auto as_expected = [&](const Attention &a) {
-    return same(a.out, expected.out) && same(a.keys, expected.keys) && same(a.values, expected.values);
+    const bool half = given.call.half;
+    return same(a.out, expected.out) && same_caches(a.keys, expected.keys, half) &&
+           same_caches(a.values, expected.values, half);
   };
   if (refusal != nullptr) {
     expect(wrong || given.call.rows > 0, refusal);
