@@ -92,7 +92,7 @@ def _multiplied(a: ir.Value, b: ir.Value) -> ir.Value | None:
 
 
 def _factors(value: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
-    """Return the node that alone reads `value` and multiplies it by constants [n], and the constants, if there is one."""
+    """Return the node that alone reads `value` and multiplies it by constants [n], and these, if there is one."""
     readers = [] if value.is_graph_output() else list(value.uses())
     if len(readers) == 1 and (node := readers[0].node).op_type == "Mul":
         other = node.inputs[1 - readers[0].idx]

@@ -22,7 +22,7 @@ CHUNK_SHARE = 1.6
 tokens is then about 2.6 times the usual one, and a prompt beside them takes at least 1.6 times as long as alone."""
 LEAST_CHUNK, CHUNK_MULTIPLE = 8, 2
 """Prompt rows of a step, at least, and their multiple. Fewer would take nearly as long, and a call of a new size takes
-3 ms to prepare."""
+a millisecond to prepare."""
 MEASURED_EVERY = 16
 """Verifications whose calls have prompt rows until one has none, which shows how long it takes without."""
 ROWS_AHEAD = 32

@@ -205,7 +205,6 @@ class Attention:
             raise Refused(message.decode())
         return out, keys, values_after
 
-
     def gate(self, x: Floats, factors: Floats | None = None) -> Floats:
         """Return the gated rows [N, n] of x [N, 2 n]. Fails if the call wrote past their end."""
         rows, n = len(x), x.shape[1] // 2

@@ -19,5 +19,5 @@ bool is_here() {
 
 }  // namespace
 
-const Kernels redraft::attention::kAvx2 = {"avx2", is_here, Attend<Avx2>::write, Attend<Avx2>::attend,
-                                           Attend<Avx2>::merge, Attend<Avx2>::gate};
+const Kernels redraft::attention::kAvx2 = {
+    "avx2", is_here, Attend<Avx2>::write, Attend<Avx2>::attend, Attend<Avx2>::merge, Attend<Avx2>::gate};

@@ -30,5 +30,5 @@ bool is_here() {
 
 }  // namespace
 
-const Kernels redraft::attention::kAvx512 = {"avx512", is_here, Attend<Avx512>::write, Attend<Avx512>::attend,
-                                             Attend<Avx512>::merge, Attend<Avx512>::gate};
+const Kernels redraft::attention::kAvx512 = {
+    "avx512", is_here, Attend<Avx512>::write, Attend<Avx512>::attend, Attend<Avx512>::merge, Attend<Avx512>::gate};

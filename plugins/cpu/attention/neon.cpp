@@ -17,5 +17,5 @@ bool is_here() { return true; }
 
 }  // namespace
 
-const Kernels redraft::attention::kNeon = {"neon", is_here, Attend<Neon>::write, Attend<Neon>::attend,
-                                           Attend<Neon>::merge, Attend<Neon>::gate};
+const Kernels redraft::attention::kNeon = {
+    "neon", is_here, Attend<Neon>::write, Attend<Neon>::attend, Attend<Neon>::merge, Attend<Neon>::gate};

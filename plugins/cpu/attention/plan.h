@@ -64,9 +64,9 @@ struct Plan {
 struct Kernels {
   const char *isa;
   bool (*is_here)();
-  void (*write)(Plan &plan, int64_t first, int64_t last);   // nodes
-  void (*attend)(Plan &plan, int64_t first, int64_t last);  // of attend_tasks
-  void (*merge)(Plan &plan, int64_t first, int64_t last);   // of merge_tasks
+  void (*write)(Plan &plan, int64_t first, int64_t last);                    // nodes
+  void (*attend)(Plan &plan, int64_t first, int64_t last);                   // of attend_tasks
+  void (*merge)(Plan &plan, int64_t first, int64_t last);                    // of merge_tasks
   void (*gate)(const redraft_gate_call &call, int64_t first, int64_t last);  // rows
 };
 

@@ -21,5 +21,5 @@ bool is_here() { return true; }
 
 }  // namespace
 
-const Kernels redraft::attention::kScalar = {"scalar", is_here, Attend<Scalar>::write, Attend<Scalar>::attend,
-                                             Attend<Scalar>::merge, Attend<Scalar>::gate};
+const Kernels redraft::attention::kScalar = {
+    "scalar", is_here, Attend<Scalar>::write, Attend<Scalar>::attend, Attend<Scalar>::merge, Attend<Scalar>::gate};
