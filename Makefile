@@ -30,7 +30,8 @@ install: $(STAMP) operators
 
 install-dev: $(DEV_STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# An editable installation knows which modules are packages.
+$(STAMP): pyproject.toml constraints.txt $(wildcard */__init__.py */*/__init__.py)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "redraft needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -64,7 +64,7 @@ def check_engines(
     from redraft.export.reference import reference_logits
 
     manifest, checkpoint = staged.manifest, build.checkpoint
-    precision: Precision = "fp16" if manifest.shape.kv and manifest.precision == "fp32" else manifest.precision
+    precision = manifest.rounding
     texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
     if build.config.rounds_products:
         products, between = check_products(staged, traced, texts[0])

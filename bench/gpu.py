@@ -150,11 +150,11 @@ def compared(
     if manifest.backend != "onnxruntime" and not reference:
         raise UsageError("the host runs ONNX Runtime's bundles only: give one of the same model as --reference")
     path = reference or bundle.path
-    precision = open_bundle(path, verify=False).manifest.precision
+    other = open_bundle(path, verify=False).manifest
     with Runtime.open(path, verify=False) as host:
         expected = [host.generate([prompt.text], params, PLAIN, record_logit_margins=True)[0] for prompt in prompts]
-    near = max(NEAR_TIES.get(each, math.inf) for each in (manifest.precision, precision))
-    figures: dict[str, Any] = {"reference": {"bundle": str(path), "precision": precision}}
+    near = max(NEAR_TIES.get(each, math.inf) for each in (manifest.rounding, other.rounding))
+    figures: dict[str, Any] = {"reference": {"bundle": str(path), "precision": other.precisions}}
     for method, outputs in texts.items():
         differences: list[dict[str, Any]] = []
         for prompt, output, plain in zip(prompts, outputs, expected, strict=True):

@@ -171,6 +171,11 @@ class Manifest:
         return f"{self.precision}, KV in fp16" if self.shape.kv else self.precision
 
     @property
+    def rounding(self) -> Precision:
+        """Return the precision between products: fp16 if a bundle in fp32 holds keys and values in it."""
+        return "fp16" if self.shape.kv and self.precision == "fp32" else self.precision
+
+    @property
     def largest_call(self) -> tuple[int, int] | None:
         """The most sequences, and nodes of a tree with its root, that the engines take. None without a limit."""
         if self.tensorrt is None:

@@ -118,6 +118,8 @@ TREE_ATTENTION_INPUTS = 9
 """Inputs of every TreeAttention node; sinks are an optional one more."""
 CPU_TREE_ATTENTION = "CpuTreeAttention"
 """The operator's form for redraft's operators on CPUs, with a rotation and packed rows."""
+LARGEST_HALF = 65504.0
+"""Keys and values in fp16 are at most this: an infinity in a row would reach sums that give the row no share."""
 SILU_GATE = "SiluGate"
 """silu(g) * u of the halves g and u of each row, for redraft's operators on CPUs."""
 ADD_NOISE, TOKEN_HASHES, QUADRATIC = "AddNoise", "TokenHashes", "Quadratic"

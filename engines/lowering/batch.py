@@ -82,7 +82,8 @@ class BatchAttention:
     def _written(self, cache: ir.Value, new: ir.Value) -> ir.Value:
         """Return the cache with the new rows [B, Hkv, T, D], written in place in the cache's type."""
         if self._kv_type != ir.DataType.FLOAT:
-            new = self._nodes.node("Cast", [new], to=self._kv_type)
+            limits = [self._nodes.constant(np.float32(limit)) for limit in (-names.LARGEST_HALF, names.LARGEST_HALF)]
+            new = self._nodes.node("Cast", [self._nodes.node("Clip", [new, *limits])], to=self._kv_type)
         return self._nodes.node("TensorScatter", [cache, new, self._nodes.inputs[names.CACHE_LEN]], axis=2)
 
     def _read(self, cache: ir.Value, start: ir.Value, end: ir.Value) -> ir.Value:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx_ir.convenience import replace_nodes_and_values
 
 from redraft import names
@@ -55,12 +57,12 @@ def fuse_factors(graph: ir.Graph) -> None:
     for split in [node for node in graph if node.op_type == "Split"]:
         _fuse_gate(graph, split)
     for norm in [node for node in graph if node.op_type == "RMSNormalization"]:
-        product, factors = _factors(norm.outputs[0])
-        weight = norm.inputs[1]
+        normed, weight = norm.outputs[0], norm.inputs[1]
+        product, factors = _factors(graph, normed)
         if product is None or factors is None or weight is None or weight.const_value is None:
             continue
-        scaled = ir.Value(name=f"{factors.name}.weight", shape=factors.shape, type=factors.type)
-        scaled.const_value = ir.tensor(weight.const_value.numpy() * _numbers(factors), name=scaled.name)
+        scaled = ir.Value(name=f"{normed.name}.weight", shape=factors.shape, type=factors.type)
+        scaled.const_value = ir.tensor(_numbers(weight) * _numbers(factors), name=scaled.name)
         graph.register_initializer(scaled)
         norm.replace_input_with(1, scaled)
         replace_nodes_and_values(graph, product, [product], [], product.outputs, norm.outputs)
@@ -69,7 +71,9 @@ def fuse_factors(graph: ir.Graph) -> None:
 def _fuse_gate(graph: ir.Graph, split: ir.Node) -> None:
     """Replace silu(g) * u of the halves g and u of each row, and factors of that, by one node."""
     sizes = split.inputs[1] if len(split.inputs) > 1 else None
-    if sizes is None or sizes.const_value is None or len(split.outputs) != 2 or len(set(_numbers(sizes))) != 1:
+    if sizes is None or sizes.const_value is None or split.attributes.get_int("axis", 0) != -1:
+        return
+    if len(split.outputs) != 2 or len(set(_numbers(sizes))) != 1:
         return
     gates, values = split.outputs
     if (sigmoid := next((node for node in gates.consumers() if node.op_type == "Sigmoid"), None)) is None:
@@ -78,7 +82,7 @@ def _fuse_gate(graph: ir.Graph, split: ir.Node) -> None:
         return
     if [len(value.uses()) for value in (gates, values, sigmoid.outputs[0], silu)] != [2, 1, 1, 1]:
         return
-    last, factors = _factors(gated)
+    last, factors = _factors(graph, gated)
     out = last.outputs[0] if last is not None else gated
     made = ir.node(names.SILU_GATE, [split.inputs[0], factors], domain=names.TREE_ATTENTION_DOMAIN)
     nodes = [node for node in (split, sigmoid, silu.producer(), gated.producer(), last) if node is not None]
@@ -91,16 +95,26 @@ def _multiplied(a: ir.Value, b: ir.Value) -> ir.Value | None:
     return next((node.outputs[0] for node in found), None)
 
 
-def _factors(value: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
+def _factors(graph: ir.Graph, value: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
     """Return the node that alone reads `value` and multiplies it by constants [n], and these, if there is one."""
     readers = [] if value.is_graph_output() else list(value.uses())
-    if len(readers) == 1 and (node := readers[0].node).op_type == "Mul":
+    if len(readers) == 1 and (node := readers[0].node).op_type == "Mul" and node.graph is graph:
         other = node.inputs[1 - readers[0].idx]
-        if other is not None and other.const_value is not None and other.shape is not None and other.shape.rank() == 1:
+        if other is not None and other.const_value is not None and _is_vector(other):
             return node, other
     return None, None
 
 
-def _numbers(value: ir.Value) -> Any:
-    assert value.const_value is not None
-    return value.const_value.numpy()
+def _is_vector(constant: ir.Value) -> bool:
+    shape = _numbers(constant).shape
+    return len(shape) == 1 and shape != (1,)
+
+
+def _numbers(value: ir.Value) -> NDArray[Any]:
+    """Return a constant's numbers. onnx_ir's own `numpy` refuses files with hard links, as large weights may be."""
+    constant = value.const_value
+    assert constant is not None
+    if isinstance(constant, ir.ExternalTensor):
+        shape = constant.shape.numpy()
+        return np.memmap(constant.path, constant.dtype.numpy(), "r", constant.offset or 0, shape)
+    return constant.numpy()

@@ -88,10 +88,10 @@ class _Graph:
     def product(self, x: str, inner: int, out: str = "", **outer: int) -> str:
         """x times the transpose of the stacked weights, each in the checkpoint's layout [outer, inner].
 
-        With `factors`, x is multiplied by constants before.
+        With `factors`, x is multiplied by constants before, the same for all products of as many inputs.
         """
         if self.factors:
-            x = self.node("Mul", x, self.gain(f"{next(iter(outer))}.factors", inner))
+            x = self.node("Mul", x, self.gain(f"factors.{inner}", inner))
         stored = [self.weight(name, size, inner) for name, size in outer.items()]
         stack = self.node("Concat", *stored, axis=0) if len(stored) > 1 else stored[0]
         return self.node("MatMul", x, self.node("Transpose", stack, perm=[1, 0]), out=out)

@@ -9,6 +9,7 @@ input that fails. Sessions run the examples of `test_fuzz.py`; hypothesis prints
 from __future__ import annotations
 
 import argparse
+import platform
 import subprocess
 import time
 from collections.abc import Collection
@@ -17,7 +18,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from .builds import AVX2, CPU, ROOT, SANITIZERS, build_kernels, find_clang, x86_compiler
+from .builds import AVX2, CPU, ROOT, SANITIZERS, build_kernels, find_clang, find_compiler
 
 PROGRAM = ROOT / "tests/plugins/operators_fuzz.cpp"
 EMULATED = "-DREDRAFT_EMULATED"
@@ -32,8 +33,10 @@ ISAS = {
 }
 
 
-def build_program(folder: Path, compiler: str, *flags: str, isas: Collection[Path] = ISAS.keys()) -> Path:
-    """Build the program of the C entries with sanitizers."""
+def build_program(
+    folder: Path, compiler: str, *flags: str, isas: Collection[Path] = ISAS if platform.machine() == "x86_64" else ()
+) -> Path:  # fmt: skip
+    """Build the program of the C entries with sanitizers, and with those instruction sets of x86-64."""
     build_kernels(folder / "fuzz", compiler, SOURCES, {file: ISAS[file] for file in isas}, flags=[*SANITIZERS, *flags])
     return folder / "fuzz"
 
@@ -53,7 +56,7 @@ def fuzz_entries(seconds: int, folder: Path) -> None:
         ]
         subprocess.run([program, *options, inputs], check=True)
         return
-    program, first = build_program(folder, x86_compiler()), 0
+    program, first = build_program(folder, find_compiler()), 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         subprocess.run([program, "100", str(first)], check=True)

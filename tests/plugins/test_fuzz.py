@@ -79,7 +79,7 @@ def damage(data: st.DataObject, arrays: Arrays, attributes: dict[str, float]) ->
         elif change == "value":
             attributes[name] = data.draw(EXTREMES)
         elif change == "type":
-            dtype = data.draw(st.sampled_from([np.float32, np.uint8, np.int32, np.int64, bool]))
+            dtype = data.draw(st.sampled_from([np.float32, np.float16, np.uint8, np.int32, np.int64, bool]))
             arrays[name] = arrays[name].astype(dtype)
         elif change == "numbers":
             arrays[name] = np.full(arrays[name].shape, data.draw(EXTREMES)).astype(arrays[name].dtype)

@@ -1,8 +1,8 @@
 // redraft::TreeAttention on CPUs: rotates and writes the new rows of a KV cache, and attends to the rows of each node's path.
 //
 // A cache holds fp32 or fp16 (IEEE binary16). New keys, after their rotation, and new values are rounded to its type: to
-// nearest, ties to even, with subnormals; 65520 and more give infinity. All rows are read as the cache holds them, those of
-// this call too. Rows that see an infinity may be NaN.
+// nearest, ties to even, with subnormals, and within -65504 .. 65504. All rows are read as the cache holds them, those of
+// this call too.
 //
 // Every node has the keys of the positions begin .. position, of its own path: the sequence's committed rows, which lie at
 // the row of their position, then its ancestors and itself. Numbers are fp32 and computed in this order:
@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define REDRAFT_ATTENTION_ABI 2
+#define REDRAFT_ATTENTION_ABI 3
 #define REDRAFT_ATTENTION_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus

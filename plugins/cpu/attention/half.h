@@ -55,8 +55,8 @@ inline Half rounded(float x) {
   uint32_t found;
   if (rest > 0x7f800000) {
     found = 0x7e00;  // NaN
-  } else if (rest >= 0x477ff000) {
-    found = 0x7c00;  // 65520 and more: infinity
+  } else if (rest >= 0x477fe000) {
+    found = 0x7bff;  // 65504, the largest number
   } else if (rest >= 0x38800000) {
     found = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
   } else {
