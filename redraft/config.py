@@ -93,24 +93,24 @@ class BuildConfig:
 
     drafters:        drafters of the bundle.
     precision:       precision of the matrix products: fp32, or weight-only int8 or int4.
-    kv:              precision of the verifier's keys and values on CPUs; None takes `compute_dtype`.
     backend:         the library that runs the engines.
     max_model_len:   largest number of tokens in a sequence; None takes the model's own limit.
     hidden_states:   the verifier's hidden states that drafters read (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
     tensorrt:        configuration of engines of the backend tensorrt.
+    kv:              precision of the verifier's keys and values on CPUs; None takes `compute_dtype`.
     target:          largest rise of perplexity of an int8 or int4 bundle, as a share; None takes the precision's own.
     bits:            4, 8 or 32 by pattern of weights' names, for products of int8 and int4 bundles.
     """
 
     precision: Precision = "fp32"
-    kv: Literal["fp16"] | None = None
     backend: Backend = "onnxruntime"
     max_model_len: int | None = None
     hidden_states: tuple[str, ...] = ()
     random_weights: bool = False
     drafters: tuple[DrafterBuild, ...] = ()
     tensorrt: TensorRtBuild = TensorRtBuild()
+    kv: Literal["fp16"] | None = None
     target: float | None = None
     bits: tuple[tuple[str, int], ...] = ()
 

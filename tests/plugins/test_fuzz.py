@@ -23,7 +23,7 @@ from redraft.plugins.library import BUILD
 from redraft.plugins.operators import OPERATORS_LIBRARY, OPERATORS_VARIABLE, Operators, find_operators
 
 from . import fuzz
-from .builds import AVX2, find_compiler, x86_compiler
+from .builds import find_compiler
 
 Arrays = dict[str, NDArray[Any]]
 PRODUCT_INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
@@ -194,12 +194,6 @@ def test_random_calls_of_the_entries(operators_library: Operators, tmp_path: Pat
     program = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", fuzz.PROGRAM, operators_library.path]
     subprocess.run([*program, f"-Wl,-rpath,{BUILD}", "-o", tmp_path / "fuzz"], check=True)
     run(tmp_path / "fuzz", 500)
-
-
-@pytest.mark.slow
-def test_random_calls_under_sanitizers(tmp_path: Path) -> None:
-    isas = [file for file, flags in fuzz.ISAS.items() if flags is AVX2]
-    run(fuzz.build_program(tmp_path, x86_compiler(), "-O0", isas=isas), 200)
 
 
 def run(program: Path, calls: int) -> None:

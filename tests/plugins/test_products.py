@@ -21,7 +21,7 @@ from .products import BLOCKS, ISAS, BlockMatrix, Products, check_equal, referenc
 SOURCES = CPU / "products"
 COMMON = [SOURCES / name for name in ("entries.cpp", "pack.cpp", "scalar.cpp")]
 EVERY_COUNT = (*range(1, 41), 256)
-EMULATED = {"avx_vnni": ("-DREDRAFT_EMULATED", *AVX2), "avx512_vnni": ("-DREDRAFT_EMULATED",)}
+EMULATED = {"avx_vnni": ("-DREDRAFT_EMULATED", "-Wno-psabi", *AVX2), "avx512_vnni": ("-DREDRAFT_EMULATED",)}
 ARM = {"i8mm": "i8mm", "dot": "dotprod"}
 
 
