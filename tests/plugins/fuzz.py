@@ -34,7 +34,9 @@ ISAS = {
 
 def build_program(folder: Path, compiler: str, *flags: str) -> Path:
     """Build the program of the C entries with sanitizers."""
-    build_kernels(folder / "fuzz", compiler, SOURCES, ISAS if platform.machine() == "x86_64" else {}, flags=[*SANITIZERS, *flags])
+    build_kernels(
+        folder / "fuzz", compiler, SOURCES, ISAS if platform.machine() == "x86_64" else {}, flags=[*SANITIZERS, *flags]
+    )
     return folder / "fuzz"
 
 
