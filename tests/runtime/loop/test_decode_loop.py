@@ -253,14 +253,19 @@ def test_a_chunk_whose_call_fails_is_computed_apart_from_the_verification() -> N
     assert other.new_tokens == plain(mixing_rule, letters(40), 10)
 
 
-def test_the_rows_of_a_step_follow_the_time_that_they_take() -> None:
-    loop = loop_of()
+def test_the_rows_of_a_step_follow_the_time_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the verification, and 1.6 times as long if a prompt is long."""
+    monkeypatch.setattr("redraft.runtime.loop.scheduler.LONG_PROMPT", 300)
+    loop = loop_of(most=3)
     loop.add(request(letters(3), 100))
     for _ in range(3):
         loop.step()
     scheduler = loop.scheduler
-    scheduler._row_ms, scheduler._verified_ms = 1.0, 20.0
-    assert scheduler._budget() == 32
+    for count, rows in ((299, 20), (300, 32)):
+        loop.add(request(letters(count)))
+        loop.step()
+        scheduler._row_ms, scheduler._verified_ms = 1.0, 20.0
+        assert scheduler._budget() == rows
     scheduler._row_ms = 100.0
     assert scheduler._budget() == LEAST_CHUNK
     scheduler._row_ms = 1e-3
