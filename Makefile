@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEV_STAMP := $(VENV)/installed-dev
 PACKAGES := assembly bench cli engines export plugins runtime train
+MODULES := $(wildcard */__init__.py */*/__init__.py)
 TYPED := build/typed
 CHECK ?= redraft
 
@@ -19,7 +20,7 @@ CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh plugins/cpu/*/*.cpp plugins/cpu/*/*.h \
   tests/plugins/*.cpp tests/plugins/*.h
 
-.PHONY: install install-dev demo engines plugins operators kernels-cpu test test-fast fuzz test-gpu check-tensorrt check-serving check-deploy soak smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
+.PHONY: new-packages install install-dev demo engines plugins operators kernels-cpu test test-fast fuzz test-gpu check-tensorrt check-serving check-deploy soak smollm2-drafter smollm2-student smollm2-features lint lengths format typecheck check-types check-imports \
   typed-tree clean
 
 # pip would compile all of torch, of which a build imports a fifth; Python keeps what it compiles at the first import.
@@ -30,14 +31,14 @@ install: $(STAMP) operators
 
 install-dev: $(DEV_STAMP)
 
-# An editable installation knows which modules are packages.
-$(STAMP): pyproject.toml constraints.txt $(wildcard */__init__.py */*/__init__.py)
+# An editable installation knows which modules are packages: a new one needs another installation.
+$(STAMP): pyproject.toml constraints.txt $(if $(filter-out $(shell cat $(STAMP) 2>/dev/null),$(MODULES)),new-packages)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "redraft needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): 1.3 GB, about half a minute after the download"
 	@$(INSTALL) '.[export,native]'
-	@touch $@
+	@echo $(MODULES) > $@
 
 $(DEV_STAMP): $(STAMP)
 	@echo "installing tools of tests into $(VENV)"

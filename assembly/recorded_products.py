@@ -38,7 +38,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Product:
-    """One MatMulNBits: the names of its input before smoothing and sums, and of its result.
+    """One product: the names of its input before smoothing and sums, and of its result.
 
     columns: numbers of the input.   parameters: the outputs of each parameter of its weight.
     """
@@ -61,7 +61,7 @@ def find_products(graph: ir.Model, traced: TracedVerifier) -> Iterator[Product]:
     """Yield the products over stored codes."""
     weights = {name: (weight, place) for weight in traced.products for place, name in enumerate(weight.parameters)}
     for node in graph.graph:
-        if node.op_type != "MatMulNBits":
+        if node.op_type not in names.PRODUCTS:
             continue
         codes, given = node.inputs[1], node.inputs[0]
         assert codes is not None

@@ -88,7 +88,7 @@ def matrix_products(graph: Path) -> int:
         shapes.update({tensor.name: tensor.dims for tensor in part.initializer})
         total = 0
         for node in part.node:
-            if node.op_type == "MatMulNBits":
+            if node.op_type in names.PRODUCTS:
                 total += prod(attribute.i for attribute in node.attribute if attribute.name in ("K", "N"))
             elif node.op_type in _PRODUCTS and len(shapes.get(node.input[1], ())) == 2:
                 total += prod(shapes[node.input[1]])

@@ -26,7 +26,7 @@ PACKAGED = Path(__file__).parent
 OPERATORS_HINT = "run `make operators` in a checkout, or reinstall the package where g++ is"
 OPERATOR_NAMES = ("MatMulNBits", CPU_TREE_ATTENTION)
 """Types of the nodes that it computes."""
-_INTERFACES = 1, 3
+_INTERFACES = 2, 3
 """Numbers of the C entries of products, and of attention and gates."""
 PLAIN = "scalar"
 """The kernels' name for plain C++, which is slower than ONNX Runtime's own."""

@@ -122,6 +122,8 @@ LARGEST_HALF = 65504.0
 """Keys and values in fp16 are at most this: an infinity in a row would reach sums that give the row no share."""
 SILU_GATE = "SiluGate"
 """silu(g) * u of the halves g and u of each row, for redraft's operators on CPUs."""
+SUMMED_PRODUCT = "SummedProduct"
+"""A MatMulNBits that appends the sums of blocks to its input itself, for redraft's operators on CPUs."""
 ADD_NOISE, TOKEN_HASHES, QUADRATIC = "AddNoise", "TokenHashes", "Quadratic"
 """Another operator of that domain, and the functions in its body: the hash, which the CPU has in another form, and a
 part of it."""
@@ -137,6 +139,8 @@ class TensorSpec:
     in_place_of: str | None = None
 
 
+PRODUCTS = ("MatMulNBits", SUMMED_PRODUCT)
+"""Products of weights in blocks, with K, N, bits and block_size."""
 CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
 """Suffixes of the names of a MatMulNBits's tensors, after the parameter's name."""
 ROWS, SMOOTHING = ".rows", ".smoothing"

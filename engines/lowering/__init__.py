@@ -33,7 +33,7 @@ from redraft.engines.bundle import single_chain
 from redraft.engines.drafters import chain_outputs, single_sequence
 from redraft.engines.lowering.batch import BatchAttention
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
-from redraft.engines.lowering.operators import OperatorAttention, fits_operator, fuse_factors
+from redraft.engines.lowering.operators import OperatorAttention, fits_operator, fuse_factors, fuse_sums
 from redraft.engines.lowering.single import (
     ChainAttention,
     SingleAttention,
@@ -76,6 +76,7 @@ def lower_operators(folder: Path, portable: GraphRecord) -> GraphRecord | None:
     for node in attentions:
         lowered.lower(node)
     fuse_factors(model.graph)
+    fuse_sums(model.graph)
     inputs, outputs = packed_inputs(portable.inputs), packed_outputs(portable.outputs)
     return _save(model, folder, GraphRecord(f"{names.VERIFIER_OPERATORS}.onnx", inputs, outputs))
 
@@ -158,6 +159,7 @@ def lower_drafter_operators(folder: Path, portable: GraphRecord, name: str, chai
         if chain:
             _write_in_place(model.graph, made, number, last=node is attentions[-1])
     fuse_factors(model.graph)
+    fuse_sums(model.graph)
     outputs = chain_outputs(portable.outputs, len(attentions)) if chain else portable.outputs
     return _save(model, folder, GraphRecord(f"{name}.onnx", portable.inputs, outputs))
 

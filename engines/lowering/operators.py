@@ -68,6 +68,26 @@ def fuse_factors(graph: ir.Graph) -> None:
         replace_nodes_and_values(graph, product, [product], [], product.outputs, norm.outputs)
 
 
+def fuse_sums(graph: ir.Graph) -> None:
+    """Let products append the sums of blocks to their inputs themselves (`redraft.export.quantization.products`)."""
+    for product in [node for node in graph if node.op_type == "MatMulNBits"]:
+        joined = _made_by(product.inputs[0], "Concat")
+        sums = _made_by(joined.inputs[1], "ReduceSum") if joined is not None and len(joined.inputs) == 2 else None
+        blocks = _made_by(sums.inputs[0], "Reshape") if sums is not None else None
+        if joined is None or blocks is None or blocks.inputs[0] is not joined.inputs[0]:
+            continue
+        inputs = [joined.inputs[0], *product.inputs[1:]]
+        attributes = {name: value.as_int() for name, value in product.attributes.items()}
+        made = ir.node(names.SUMMED_PRODUCT, inputs, attributes, domain=names.TREE_ATTENTION_DOMAIN)
+        replace_nodes_and_values(graph, product, [product], [made], product.outputs, made.outputs)
+
+
+def _made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """Return the node that computes a value, if it has this type."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None
+
+
 def _fuse_gate(graph: ir.Graph, split: ir.Node) -> None:
     """Replace silu(g) * u of the halves g and u of each row, and factors of that, by one node."""
     sizes = split.inputs[1] if len(split.inputs) > 1 else None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 ISAS = ("avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot", "scalar")
 BLOCKS = (16, 32, 64, 128, 256)
-ABI = 1
+ABI = 2
 _LINE = 64
 _LIBC = ctypes.CDLL(None)
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p

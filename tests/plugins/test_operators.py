@@ -46,13 +46,15 @@ def activations(*shape: int) -> NDArray[np.float32]:
 
 
 def session(
-    arrays: Arrays, library: Operators | None, rank: int = 3, threads: int = 1, variable: str = "", **attributes: int
-) -> ort.InferenceSession:
+    arrays: Arrays, library: Operators | None, rank: int = 3, threads: int = 1, variable: str = "",
+    operator: str = "com.microsoft.MatMulNBits", **attributes: int,
+) -> ort.InferenceSession:  # fmt: skip
     """Return a session of one product. Its weights are constants, but for the input `variable`."""
+    domain, operator = operator.rsplit(".", 1)
     names = ["A", *("B", "scales", "zero_points", "g_idx", "bias")]
     given = [name if name in ("A", *arrays) else "" for name in names]
     sizes = {"N": arrays["B"].shape[0], "K": K, "bits": 8, "block_size": 32, "accuracy_level": 4} | attributes
-    node = helper.make_node("MatMulNBits", given, ["Y"], domain="com.microsoft", **sizes)
+    node = helper.make_node(operator, given, ["Y"], domain=domain, **sizes)
     rows = ["B", "T", "R"][-rank + 1 :] if rank > 1 else []
     inputs = [helper.make_tensor_value_info("A", TensorProto.FLOAT, [*rows, None])]
     if variable:
@@ -61,7 +63,7 @@ def session(
     constants = [numpy_helper.from_array(array, name) for name, array in arrays.items() if name != variable]
     output = helper.make_tensor_value_info("Y", TensorProto.FLOAT, [*rows, None])
     graph = helper.make_graph([node], "product", inputs, [output], constants)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(domain, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = session_options(threads, "error")
     if library:
@@ -124,6 +126,29 @@ def test_a_session_computes_the_kernels_bits(
     assert found.tobytes() != own.tobytes()  # ONNX Runtime's kernels add in another order
 
 
+SUMMED = "redraft.SummedProduct"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("block", "inputs"), [(16, 16), (32, 160), (256, 512)])
+def test_a_summed_product_appends_the_sums_of_blocks(
+    operators_library: Operators, bits: int, block: int, inputs: int
+) -> None:
+    k, x = inputs + inputs // block, activations(40, inputs)
+    arrays = weight(bits, block, zeros=True, bias=True, k=k)
+    sums = x.reshape(len(x), -1, block // 16, 16).cumsum(2, np.float32)[:, :, -1]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    expected = reference(operators_library, arrays, np.concatenate([x, sums[..., 0]], 1), bits, block)
+    product = session(arrays, operators_library, 2, 2, operator=SUMMED, bits=bits, block_size=block, K=k)
+    for rows in (1, 40, 3):
+        (found,) = product.run(None, {"A": x[:rows]})
+        assert found.tobytes() == expected[:rows].tobytes()
+    with pytest.raises(Exception, match=f"A: expected a last dimension of {inputs}, found {k}"):
+        product.run(None, {"A": activations(2, k)})
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_rows_and_threads_change_no_bit(operators_library: Operators, threads: int) -> None:
     arrays, x = weight(n=LARGE, k=LARGE), activations(40, LARGE)
@@ -155,10 +180,11 @@ def test_leading_dimensions_are_kept(operators_library: Operators, shape: tuple[
         ({}, {"block_size": 512}, "found 8 bits, blocks of 512"),
         ({}, {"block_size": 48}, "found 8 bits, blocks of 48"),
         ({}, {"N": -1}, "N and K: expected positive numbers, found -1 and 200"),
+        ({}, {"operator": SUMMED}, "K: expected whole blocks of 32 and their sums, found 200"),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused(
-    operators_library: Operators, changes: Arrays, attributes: dict[str, int], message: str
+    operators_library: Operators, changes: Arrays, attributes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(Exception, match=message):
         session(weight() | changes, operators_library, **attributes)

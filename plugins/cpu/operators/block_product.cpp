@@ -23,9 +23,10 @@ struct FreeAligned {
   void operator()(void *memory) const { free(memory); }
 };
 
+size_t in_lines(int64_t bytes) { return (static_cast<size_t>(bytes) + kLine - 1) / kLine * kLine; }
+
 void *aligned(int64_t bytes) {
-  const size_t size = (static_cast<size_t>(bytes) + kLine - 1) / kLine * kLine;
-  void *memory = aligned_alloc(kLine, std::max(size, kLine));
+  void *memory = aligned_alloc(kLine, std::max(in_lines(bytes), kLine));
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
@@ -61,11 +62,29 @@ const T *constant(const OrtApi &api, const OrtKernelInfo *info, Input input, Ort
   return static_cast<const T *>(tensor.data);
 }
 
+constexpr int64_t kSums = 16;  // that a block's numbers are first added to; the smallest block has as many
+
+// Copies a row of x, and appends the sums of its blocks.
+void append_sums(const float *x, int64_t inputs, int64_t block, float *row) {
+  std::copy_n(x, inputs, row);
+  for (float *sum = row + inputs; inputs > 0; inputs -= block, x += block, ++sum) {
+    float sums[kSums];
+    std::copy_n(x, kSums, sums);
+    for (int64_t begin = kSums; begin < block; begin += kSums) {
+      for (int64_t i = 0; i < kSums; ++i) sums[i] += x[begin + i];
+    }
+    for (int64_t half = kSums / 2; half > 0; half /= 2) {
+      for (int64_t i = 0; i < half; ++i) sums[i] += sums[half + i];
+    }
+    *sum = sums[0];
+  }
+}
+
 }  // namespace
 
 void BlockProduct::Free::operator()(void *memory) const { free(memory); }
 
-BlockProduct::BlockProduct(const OrtApi &api, const OrtKernelInfo *info) : api_(api) {
+BlockProduct::BlockProduct(const OrtApi &api, const OrtKernelInfo *info, bool appends_sums) : api_(api) {
   n_ = attribute(api, info, "N");
   k_ = attribute(api, info, "K");
   const int64_t bits = attribute(api, info, "bits"), block = attribute(api, info, "block_size");
@@ -81,6 +100,12 @@ BlockProduct::BlockProduct(const OrtApi &api, const OrtKernelInfo *info) : api_(
   const std::string sizes = std::to_string(bits) + " bits, blocks of " + std::to_string(block);
   if (packed_bytes == 0) {
     throw Refused("expected weights of 4 or 8 bits in blocks of 16 to 256, a power of two; found " + sizes);
+  }
+  block_ = block;
+  inputs_ = appends_sums ? k_ / (block + 1) * block : k_;
+  if (appends_sums && k_ % (block + 1) != 0) {
+    throw Refused("K: expected whole blocks of " + std::to_string(block) + " and their sums, found " +
+                  std::to_string(k_));
   }
   const int64_t blocks = (k_ + block - 1) / block;
   matrix.codes = constant<uint8_t>(api, info, kCodes, kUint8, n_ * blocks * (block * bits / 8));
@@ -98,9 +123,9 @@ BlockProduct::BlockProduct(const OrtApi &api, const OrtKernelInfo *info) : api_(
 
 void BlockProduct::compute(OrtKernelContext *context) const {
   const Tensor x(api_, input(api_, context, kX));
-  if (x.shape.empty() || x.shape.back() != k_) {
+  if (x.shape.empty() || x.shape.back() != inputs_) {
     const std::string found = x.shape.empty() ? "a scalar" : std::to_string(x.shape.back());
-    throw Refused("A: expected a last dimension of " + std::to_string(k_) + ", found " + found);
+    throw Refused("A: expected a last dimension of " + std::to_string(inputs_) + ", found " + found);
   }
   const float *bias = nullptr;
   if (const OrtValue *value = input(api_, context, kBias)) {
@@ -114,15 +139,23 @@ void BlockProduct::compute(OrtKernelContext *context) const {
   shape.back() = n_;
   OrtValue *result = nullptr;
   check(api_.KernelContext_GetOutput(context, 0, shape.data(), shape.size(), &result));
-  const int64_t rows = x.count() / k_;
+  const int64_t rows = x.count() / inputs_;
   if (rows == 0) return;
   void *y = nullptr;
   check(api_.GetTensorMutableData(result, &y));
   const auto *given = static_cast<const float *>(x.data);
   const void *packed = packed_.get();
-  void *scratch = thread_scratch(redraft_products_scratch_bytes(packed, rows));
-  in_shares(api_, context, rows, rows * k_ / kQuantizedShare,
-            [=](int64_t first, int64_t last) { redraft_products_quantize(packed, given, rows, first, last, scratch); });
+  const size_t quantized = in_lines(redraft_products_scratch_bytes(packed, rows));
+  const int64_t with_sums = inputs_ == k_ ? 0 : rows * k_ * static_cast<int64_t>(sizeof(float));
+  void *scratch = thread_scratch(static_cast<int64_t>(quantized) + with_sums);
+  float *wide = with_sums == 0 ? nullptr : reinterpret_cast<float *>(static_cast<char *>(scratch) + quantized);
+  const int64_t k = k_, inputs = inputs_, block = block_;
+  in_shares(api_, context, rows, rows * k_ / kQuantizedShare, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; wide != nullptr && row < last; ++row) {
+      append_sums(given + row * inputs, inputs, block, wide + row * k);
+    }
+    redraft_products_quantize(packed, wide == nullptr ? given : wide, rows, first, last, scratch);
+  });
   in_shares(api_, context, redraft_products_tiles(packed), rows * n_ * k_ / kShare, [=](int64_t first, int64_t last) {
     redraft_products_multiply(packed, scratch, rows, bias, static_cast<float *>(y), first, last);
   });

@@ -9,6 +9,10 @@
 //   y            fp32 [..., n]
 //
 // These are the inputs, and with the attributes K, N, bits and block_size the meaning, of com.microsoft's MatMulNBits.
+//
+// redraft::SummedProduct has the same attributes and tensors, but appends to each row of x the sums of its blocks of
+// inputs, which are k numbers together: weights of the sums are offsets of the blocks. A sum has one order. Number i is
+// added to sum i % 16, in ascending order, and then the second half of the sums to the first, until one is left.
 
 #pragma once
 
@@ -23,7 +27,7 @@ enum Input : size_t { kX, kCodes, kScales, kZeroPoints, kGroupIndex, kBias, kInp
 class BlockProduct {
  public:
   // Packs the weights, which must be constants, and gives the memory of their stored form back if it is a file's.
-  BlockProduct(const OrtApi &api, const OrtKernelInfo *info);
+  BlockProduct(const OrtApi &api, const OrtKernelInfo *info, bool appends_sums = false);
 
   // Computes one call. Calls may run at the same time.
   void compute(OrtKernelContext *context) const;
@@ -35,7 +39,14 @@ class BlockProduct {
 
   const OrtApi &api_;
   int64_t n_ = 0, k_ = 0;
+  int64_t inputs_ = 0;  // numbers of a row of x
+  int64_t block_ = 0;   // numbers of x that share a sum
   std::unique_ptr<void, Free> packed_;
+};
+
+class SummedProduct : public BlockProduct {
+ public:
+  SummedProduct(const OrtApi &api, const OrtKernelInfo *info) : BlockProduct(api, info, true) {}
 };
 
 }  // namespace redraft::operators

@@ -60,9 +60,10 @@ OrtCustomOp operator_of() {
   return op;
 }
 
-OrtCustomOp block_product() {
-  OrtCustomOp op = operator_of<BlockProduct>();
-  op.GetName = [](const OrtCustomOp *) { return "MatMulNBits"; };
+template <typename Product>
+OrtCustomOp product(const char *(*name)(const OrtCustomOp *)) {
+  OrtCustomOp op = operator_of<Product>();
+  op.GetName = name;
   op.GetInputType = [](const OrtCustomOp *, size_t index) {
     if (index == kCodes || index == kZeroPoints) return kUint8;
     return index == kGroupIndex ? kInt32 : kFloat;
@@ -111,10 +112,12 @@ OrtCustomOpDomain *made(const OrtApi &api, const char *name, std::initializer_li
 
 // Adds the domains with the operators. Sessions point to them, so they are made once and never released.
 void add_domains(const OrtApi &api, OrtSessionOptions *options) {
-  static const OrtCustomOp product = block_product(), gate = silu_gate();
+  static const OrtCustomOp replacing = product<BlockProduct>([](const OrtCustomOp *) { return "MatMulNBits"; });
+  static const OrtCustomOp summed = product<SummedProduct>([](const OrtCustomOp *) { return "SummedProduct"; });
+  static const OrtCustomOp gate = silu_gate();
   static const OrtCustomOp attention = tree_attention<kFloat>(), half = tree_attention<kFloat16>();
-  static OrtCustomOpDomain *const replaced = made(api, "com.microsoft", {&product});
-  static OrtCustomOpDomain *const own = made(api, "redraft", {&attention, &half, &gate});
+  static OrtCustomOpDomain *const replaced = made(api, "com.microsoft", {&replacing});
+  static OrtCustomOpDomain *const own = made(api, "redraft", {&attention, &half, &gate, &summed});
   check(api.AddCustomOpDomain(options, replaced));
   check(api.AddCustomOpDomain(options, own));
 }

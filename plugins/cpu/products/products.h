@@ -18,7 +18,7 @@
 
 #include <stdint.h>
 
-#define REDRAFT_PRODUCTS_ABI 1
+#define REDRAFT_PRODUCTS_ABI 2
 #define REDRAFT_PRODUCTS_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus

@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
+from onnx_ir import DataType
+from onnx_ir.tape import Tape
 
 from redraft import names
 from redraft.engines import Calls, open_calls
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_operators, lower_packed, lower_single
+from redraft.engines.lowering.operators import fuse_sums
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
 
@@ -183,3 +187,26 @@ def test_only_the_exact_graph_for_one_sequence_takes_no_trees(tmp_path):
         takes_trees = form != names.VERIFIER_SINGLE
         for inputs in (onnx.load(tmp_path / f"{form}.onnx").graph.input, bundle.graph(form).inputs):
             assert (names.TREE_MASK in [value.name for value in inputs]) == takes_trees
+
+
+def test_a_product_appends_the_sums_of_its_input_alone():
+    """Sums of another value, and a product that has none, stay as they are."""
+    x, other = (
+        ir.Value(name=name, shape=ir.Shape(["B", "T", 64]), type=ir.TensorType(DataType.FLOAT)) for name in ("x", "y")
+    )
+    tape = Tape()
+    ints = [tape.op("Constant", [], {"value_ints": values}) for values in ([0, 0, -1, 32], [-1])]
+    attributes = {"K": 66, "N": 8, "bits": 4, "block_size": 32}
+    products = []
+    for summed in (x, other, None):
+        given = x
+        if summed is not None:
+            sums = tape.op("ReduceSum", [tape.op("Reshape", [summed, ints[0]]), ints[1]], {"keepdims": 0})
+            given = tape.op("Concat", [x, sums], {"axis": -1})
+        products.append(tape.op("MatMulNBits", [given], attributes, domain="com.microsoft"))
+    graph = ir.Graph([x, other], products, nodes=tape.nodes)
+    fuse_sums(graph)
+    found = [value.producer() for value in graph.outputs]
+    assert [node.op_type for node in found] == [names.SUMMED_PRODUCT, "MatMulNBits", "MatMulNBits"]
+    assert found[0].inputs[0] is x
+    assert {name: value.as_int() for name, value in found[0].attributes.items()} == attributes
