@@ -192,7 +192,7 @@ def _accelerators() -> Iterator[Finding]:
     from redraft.engines.tensorrt.plugin import FOLDER, library_name
     from redraft.engines.tensorrt.target import PACKAGE, find_target
 
-    backends: list[str] = []
+    backends, packages = list[str](), None
     try:
         gpu = find_gpu()
     except BackendError as error:
@@ -211,11 +211,12 @@ def _accelerators() -> Iterator[Finding]:
             backends.append("TensorRT")
         except BackendError as error:
             yield Finding("TensorRT", "absent", error.message, error.hint)
+        if not backends:
+            gpu_build = gpu_requirement("onnxruntime", package_version("onnxruntime"))
+            packages = f"install {gpu_build} in place of onnxruntime, or {PACKAGE}"
     yield Finding("device cpu", "ok", "ONNX Runtime")
-    gpu_build = gpu_requirement("onnxruntime", package_version("onnxruntime"))
-    packages = f"install {gpu_build} in place of onnxruntime, or {PACKAGE}"
     yield Finding("device cuda", "ok" if backends else "absent", ", ".join(backends) or "nothing runs on a GPU here",
-                  None if backends else packages)  # fmt: skip
+                  packages)  # fmt: skip
     plugins = sorted(path.name for path in FOLDER.glob(library_name("*")))
     yield Finding("TensorRT plugin", "ok" if plugins else "absent", ", ".join(plugins) or f"none in {FOLDER}",
                   None if plugins else "run `make plugins TENSORRT_ROOT=dir`")  # fmt: skip
