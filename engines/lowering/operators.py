@@ -100,7 +100,8 @@ def _fuse_gate(graph: ir.Graph, split: ir.Node) -> None:
         return
     if (silu := _multiplied(gates, sigmoid.outputs[0])) is None or (gated := _multiplied(silu, values)) is None:
         return
-    if [len(value.uses()) for value in (gates, values, sigmoid.outputs[0], silu)] != [2, 1, 1, 1]:
+    inner = gates, values, sigmoid.outputs[0], silu
+    if [len(value.uses()) for value in inner] != [2, 1, 1, 1] or any(value.is_graph_output() for value in inner):
         return
     last, factors = _factors(graph, gated)
     out = last.outputs[0] if last is not None else gated

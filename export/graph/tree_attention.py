@@ -6,7 +6,7 @@
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
     key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are committed; others are undefined
-    value_cache  [B, Hkv, C, D]     the caches may have another type than q, k and v
+    value_cache  [B, Hkv, C, D]     the caches may have another type than q, k and v; in fp16 alone, they saturate
     tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i
     positions    int64 [B, T]       position of every node in its sequence
     cache_len    int64 [B]          committed rows before the call; row r < cache_len holds position r
@@ -37,7 +37,7 @@ from onnxscript import script
 from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Op, Opset
 
-from redraft.names import TREE_ATTENTION, TREE_ATTENTION_DOMAIN
+from redraft.names import LARGEST_HALF, TREE_ATTENTION, TREE_ATTENTION_DOMAIN
 
 OPSET = Opset(TREE_ATTENTION_DOMAIN, 1)
 INPUTS = ("q", "k", "v", "key_cache", "value_cache", "tree_mask", "positions", "cache_len", "kv_len")
@@ -162,26 +162,31 @@ def ChunkedTreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk:
 
 
 @script(OPSET, default_opset=op)
+def SplitHeads(q, q_heads: int):  # type: ignore[no-untyped-def]
+    """[B, T, Hq * D] -> [B, Hq, T, D]."""
+    rest = op.Constant(value_ints=[-1])
+    shape = op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(q_heads, rest), rest, axis=0)
+    return op.Transpose(op.Reshape(q, shape), perm=[0, 2, 1, 3])
+
+
+@script(OPSET, default_opset=op)
 def WriteRows(k, cache, cache_len, kv_heads: int):  # type: ignore[no-untyped-def]
     """The cache with the new rows k [B, T, Hkv * D] written."""
-    rest = op.Constant(value_ints=[-1])
-    shape = op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(kv_heads, rest), rest, axis=0)
-    heads = op.Transpose(op.Reshape(k, shape), perm=[0, 2, 1, 3])
-    return op.TensorScatter(cache, op.CastLike(heads, cache), cache_len, axis=2)
+    return op.TensorScatter(cache, op.CastLike(SplitHeads(k, kv_heads), cache), cache_len, axis=2)
+
+
+@script(OPSET, default_opset=op)
+def WriteRowsInHalf(k, cache, cache_len, kv_heads: int):  # type: ignore[no-untyped-def]
+    """The same in a cache in fp16 of rows in fp32, which saturate."""
+    limit = op.Constant(value_float=LARGEST_HALF)
+    rows = op.Clip(SplitHeads(k, kv_heads), op.Neg(limit), limit)
+    return op.TensorScatter(cache, op.CastLike(rows, cache), cache_len, axis=2)
 
 
 @script(OPSET, default_opset=op)
 def LiveRows(cache, kv_len, q):  # type: ignore[no-untyped-def]
     """The first `kv_len` rows of a cache, in the type of q."""
     return op.CastLike(op.Slice(cache, op.Constant(value_ints=[0]), kv_len, op.Constant(value_ints=[2])), q)
-
-
-@script(OPSET, default_opset=op)
-def SplitHeads(q, q_heads: int):  # type: ignore[no-untyped-def]
-    """[B, T, Hq * D] -> [B, Hq, T, D]."""
-    rest = op.Constant(value_ints=[-1])
-    shape = op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(q_heads, rest), rest, axis=0)
-    return op.Transpose(op.Reshape(q, shape), perm=[0, 2, 1, 3])
 
 
 @script(OPSET, default_opset=op)
@@ -265,16 +270,21 @@ def emit(*operands: Any) -> Any:
     return _NODE(*operands[:count], *sinks, **dict(zip(ATTRIBUTES, operands[count + 1 :], strict=True)))
 
 
-def bodies(windowed: bool, chunked: bool = False, sinks: bool = False) -> list[onnx.FunctionProto]:
+def bodies(
+    windowed: bool, chunked: bool = False, sinks: bool = False, half: bool = False
+) -> list[onnx.FunctionProto]:  # fmt: skip
     """Return the function bodies of a model, each before its callers, as some readers of ONNX require.
 
     windowed, chunked, sinks: True if any of its layers has a window, chunks, sinks.
+    half: True if its caches alone are in fp16.
     """
     mask = ChunkedTreeMask if chunked else WindowedTreeMask if windowed else TreeMask
     masks = [RowPositions] * (windowed or chunked) + [WindowedTreeMask] * chunked
-    helpers = [TreeRows, *masks, mask, WriteRows, LiveRows, SplitHeads, MergeHeads, *[WithSink] * sinks]
+    write = WriteRowsInHalf if half else WriteRows
+    helpers = [TreeRows, *masks, mask, SplitHeads, write, LiveRows, MergeHeads, *[WithSink] * sinks]
     protos = [body.to_function_proto() for body in (*helpers, SinkTreeAttention if sinks else TreeAttention)]
     protos[helpers.index(mask)].name = TreeMask.name
+    protos[helpers.index(write)].name = WriteRows.name
     protos[-1].name = TREE_ATTENTION
     return protos
 
@@ -284,7 +294,8 @@ def add_bodies(model: ir.Model) -> None:
     nodes = [node for node in model.graph.all_nodes() if node.op_type == TREE_ATTENTION]
     windowed, chunked = (any(node.attributes[name].as_int() > 0 for node in nodes) for name in ("window", "chunk"))
     sinks = any(len(node.inputs) > len(INPUTS) for node in nodes)
-    for proto in bodies(windowed, chunked, sinks):
+    half = any(ir.DataType.FLOAT16 == node.inputs[3].dtype != node.inputs[0].dtype for node in nodes)
+    for proto in bodies(windowed, chunked, sinks, half):
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
     model.opset_imports[TREE_ATTENTION_DOMAIN] = 1

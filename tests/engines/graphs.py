@@ -126,7 +126,7 @@ def verifier_model(decoder: Decoder) -> onnx.ModelProto:
     )
     return helper.make_model(
         helper.make_graph(graph.nodes, "verifier", inputs, outputs, list(graph.initializers.values())),
-        functions=bodies(any(d.windows), sinks=d.sinks),
+        functions=bodies(any(d.windows), sinks=d.sinks, half=d.kv is not None),
         opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid(OPSET.domain, 1)],
         ir_version=11,
     )

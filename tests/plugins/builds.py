@@ -22,10 +22,16 @@ def find_compiler() -> str:
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
 
 
-def find_clang() -> str:
-    """Return a clang++ with libFuzzer, or ""."""
-    names = (f"clang++{version}" for version in ("", *(f"-{number}" for number in range(21, 13, -1))))
-    return next(filter(None, map(shutil.which, names)), "")
+def find_clang(folder: Path) -> str:
+    """Return a clang++ with libFuzzer, or "". Prints which ones lack it. folder: for a file."""
+    for version in ("", *(f"-{number}" for number in range(21, 13, -1))):
+        if found := shutil.which(f"clang++{version}"):
+            entry = 'extern "C" int LLVMFuzzerTestOneInput(const char *, unsigned long) { return 0; }'
+            command = [found, "-fsanitize=fuzzer", *SANITIZERS, "-x", "c++", "-", "-o", folder / "empty"]
+            if subprocess.run(command, input=entry, text=True, capture_output=True, check=False).returncode == 0:
+                return found
+            print(f"{found} has no libFuzzer (libclang-rt-dev): calls are drawn at random", flush=True)
+    return ""
 
 
 def x86_compiler() -> str:

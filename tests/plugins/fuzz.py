@@ -2,8 +2,8 @@
 
 python -m tests.plugins.fuzz --minutes 10
 
-The C entries are built with sanitizers, and for libFuzzer if clang++ is here. It keeps its inputs in build/fuzz, and an
-input that fails. Sessions run the examples of `test_fuzz.py`; hypothesis prints one that fails.
+The C entries are built with sanitizers, and for libFuzzer if a clang++ with it is here. It keeps its inputs in
+build/fuzz, and an input that fails. Sessions run the examples of `test_fuzz.py`; hypothesis prints one that fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fuzz_entries(seconds: int, folder: Path) -> None:
     """Raise CalledProcessError if a call fails."""
     inputs = folder / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
-    if clang := find_clang():
+    if clang := find_clang(folder):
         program = build_program(folder, clang, "-fsanitize=fuzzer", "-DREDRAFT_LIBFUZZER")
         options = [
             "-max_len=512",
@@ -69,7 +69,7 @@ def fuzz_sessions(seconds: int) -> None:
     end, number = time.monotonic() + seconds, 0
     options = settings(max_examples=500, deadline=None, database=None, suppress_health_check=[*HealthCheck])
     while time.monotonic() < end:
-        for check in (test_fuzz.check_product, test_fuzz.check_attention):
+        for check in (test_fuzz.check_product, test_fuzz.check_attention, test_fuzz.check_gate):
             seed(number)(options(given(st.data())(check)))()
             number += 1
     print(f"{500 * number} examples of sessions")

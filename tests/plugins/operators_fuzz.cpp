@@ -1,5 +1,5 @@
 // Calls of the operators' C entries that bytes decode to: any sizes, extreme values, wrong arguments. On every instruction
-// set of this CPU and build, products equal the definition in products.h to the bit and attention equals plain C++. Wrong
+// set of this CPU and build, products equal the definition in products.h to the bit, attention and gates plain C++. Wrong
 // arguments are refused before anything is written. Arrays have no byte more than a call needs, for sanitizers.
 //
 // libFuzzer calls LLVMFuzzerTestOneInput. Without it, `operators_fuzz COUNT [FIRST]` draws the bytes of COUNT calls from
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../../plugins/cpu/attention/attention.h"
+#include "../../plugins/cpu/attention/gate.h"
 #include "../../plugins/cpu/products/products.h"
 
 namespace {
@@ -377,11 +378,48 @@ void fuzz_attention(Bytes &bytes) {
   expect(as_expected(parts), "a sequence alone is not as in its batch", redraft_attention_isa());
 }
 
+// ---- Gates.
+
+Floats gated(const char *isa, const Floats &x, const float *factors, int64_t n, int64_t first, int64_t last) {
+  Floats y(x.size() / 2, kUnwritten);
+  const redraft_gate_call call{n, x.data(), factors, y.data()};
+  redraft_attention_use(isa);
+  redraft_gate(&call, first, last);
+  return y;
+}
+
+void fuzz_gate(Bytes &bytes) {
+  const int64_t n = bytes.below(bytes.rarely() ? 600 : 40), rows = 1 + bytes.below(4);
+  const Floats x = bytes.floats(rows * 2 * n), given = bytes.floats(n);
+  const float *factors = bytes.below(2) ? given.data() : nullptr;
+  const int64_t first = bytes.below(rows + 1), last = first + bytes.below(rows - first + 1);
+  const Floats expected = gated("scalar", x, factors, n, first, last);
+  const auto from = expected.begin() + first * n, to = expected.begin() + last * n;
+  expect(std::count(from, to, kUnwritten) == 0, "a gate is not written");
+  expect(std::count(expected.begin(), from, kUnwritten) == first * n, "a row before those of a call is written");
+  expect(std::count(to, expected.end(), kUnwritten) == (rows - last) * n, "a row after those of a call is written");
+  for (const char *isa : {"avx512", "avx2", "neon"}) {
+    if (redraft_attention_use(isa) != 0) continue;
+    expect(same(gated(isa, x, factors, n, first, last), expected), "a gate is not that of plain C++", isa);
+  }
+  if (first == last || n == 0) return;
+  const int64_t row = first + bytes.below(last - first), i = bytes.below(n);
+  const Floats alone{x[row * 2 * n + i], x[row * 2 * n + n + i]};
+  const Floats found = gated(redraft_attention_isa(), alone, factors ? factors + i : nullptr, 1, 0, 1);
+  expect(same(found, {expected[row * n + i]}), "a number alone is not as in its row", redraft_attention_isa());
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   Bytes bytes{data, size};
-  bytes.below(2) ? fuzz_products(bytes) : fuzz_attention(bytes);
+  switch (bytes.below(5)) {
+    case 0:
+    case 1: fuzz_attention(bytes); break;
+    case 2:
+    case 3: fuzz_products(bytes); break;
+    default: fuzz_gate(bytes); break;
+  }
   return 0;
 }
 

@@ -34,6 +34,7 @@ ATTENTION_INPUTS = (
 ATTENTION_OUTPUTS = ("out", "present_key", "present_value")
 ATTENTION = ("CpuTreeAttention", "redraft", ATTENTION_INPUTS, ATTENTION_OUTPUTS)
 PRODUCT = ("MatMulNBits", "com.microsoft", PRODUCT_INPUTS, ("Y",))
+GATE = ("SiluGate", "redraft", ("x", "factors"), ("y",))
 EXTREMES = st.sampled_from([-(2**63), -1, -1, 0, 1, 3, 16, 48, 2**31, 2**62, 2**63 - 1])
 SIZES = st.integers(0, 4) | st.sampled_from([15, 16, 32])
 MOST_ELEMENTS = 1 << 16
@@ -70,7 +71,10 @@ def damage(data: st.DataObject, arrays: Arrays, attributes: dict[str, float]) ->
     """Change some attributes and arrays. Returns how many changes it made."""
     count = data.draw(st.integers(0, 2))
     for _ in range(count):
-        change = data.draw(st.sampled_from(["value", "value", "numbers", "numbers", "size", "shape", "type", "absent"]))
+        if not arrays:
+            break
+        values = ["value", "value"] if attributes else []
+        change = data.draw(st.sampled_from([*values, "numbers", "numbers", "size", "shape", "type", "absent"]))
         integers = [name for name, array in arrays.items() if array.dtype == np.int64] or [*arrays]
         names = {"value": [*attributes], "numbers": integers, "absent": [*arrays, *attributes]}
         name = data.draw(st.sampled_from(names.get(change, [*arrays])))
@@ -110,7 +114,7 @@ def check(data: st.DataObject, op: str, domain: str, inputs: tuple[str, ...], ou
         assert damaged or all(np.isfinite(array).all() for array in found)
         places = [arrays[name] for name in ("cache_len", "packed_rows") if name in arrays]
         sizes = [value for name, value in attributes.items() if name != "interleaved"]
-        assert min([*sizes, *(each.min(initial=0) for each in places)]) >= 0
+        assert min([0, *sizes, *(each.min(initial=0) for each in places)]) >= 0
         assert max(each.max(initial=0) for each in [*places, np.zeros(0)]) < 1 << 10
 
 
@@ -174,7 +178,15 @@ def check_attention(data: st.DataObject) -> None:
     check(data, *ATTENTION, arrays, attributes, set())
 
 
-@pytest.mark.parametrize("check_one", [check_product, check_attention])
+def check_gate(data: st.DataObject) -> None:
+    rng, n, rows = np.random.default_rng(0), data.draw(st.integers(0, 40)), data.draw(st.lists(SIZES, max_size=2))
+    arrays: Arrays = {"x": rng.standard_normal((*rows, 2 * n), np.float32)}
+    if data.draw(st.booleans()):
+        arrays["factors"] = rng.standard_normal(n, np.float32)
+    check(data, *GATE, arrays, {}, set())
+
+
+@pytest.mark.parametrize("check_one", [check_product, check_attention, check_gate])
 def test_malformed_models_and_calls_are_refused(operators_library: Operators, check_one: Any) -> None:
     settings(max_examples=40, deadline=None, derandomize=True)(given(st.data())(check_one))()
 

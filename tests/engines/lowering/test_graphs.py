@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -16,9 +17,9 @@ from redraft import names
 from redraft.engines import Calls, open_calls
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_operators, lower_packed, lower_single
-from redraft.engines.lowering.operators import fuse_sums
+from redraft.engines.lowering.operators import fuse_factors, fuse_sums
 from tests.engines.bundles import manifest_of
-from tests.engines.graphs import Decoder, save_verifier
+from tests.engines.graphs import Decoder, save_verifier, stored_outside
 
 CAPACITY = 32
 UNUSED = 6e4
@@ -130,7 +131,7 @@ def test_lowered_graphs_equal_the_portable_one(name, tmp_path, operators_library
 
 
 def operators(path) -> Counter[str]:
-    return Counter(node.op_type for node in onnx.load(path).graph.node)
+    return Counter(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
 
 
 def test_a_plain_layer_becomes_the_fewest_nodes(tmp_path):
@@ -171,6 +172,36 @@ def test_a_layer_for_the_operators_keeps_its_attention_gate_products_and_norms(f
     assert found[names.CPU_TREE_ATTENTION] == found[names.SILU_GATE] == decoder.layers
     assert found["Mul"] == (decoder.layers + 1 if factors else 0)
     assert not {"RotaryEmbedding", "TensorScatter", "Split", "Sigmoid", names.TREE_ATTENTION} & set(found)
+
+
+@pytest.mark.parametrize("value", ["", "g", "u", "s", "silu"])
+@pytest.mark.parametrize("kind", ["output", "reader"])
+def test_a_gate_becomes_one_node_unless_a_value_inside_it_has_another_reader(value, kind):
+    outputs, reader = [f"float[T, 4] {value}"], ""
+    if kind == "reader":
+        outputs, reader = ["float[T, 4] read"], f"read = Neg ({value or 'y'})"
+    text = f"""<ir_version: 11, opset_import: ["": 24]>
+        gate (float[T, 8] x) => ({", ".join(["float[T, 4] y", *outputs[: bool(value or reader)]])})
+        <int64[2] sizes = {{4, 4}}> {{
+            g, u = Split <axis = -1> (x, sizes)
+            s = Sigmoid (g)
+            silu = Mul (g, s)
+            y = Mul (silu, u)
+            {reader}
+        }}"""
+    graph = ir.from_onnx_text(text).graph
+    fuse_factors(graph)
+    found = [node.op_type for node in graph if node.op_type != "Neg"]
+    assert found == (["Split", "Sigmoid", "Mul", "Mul"] if value else [names.SILU_GATE])
+    assert {output.name for output in graph.outputs} >= {"y"}
+
+
+def test_weights_in_a_file_with_several_links_are_read(tmp_path):
+    decoder = Decoder(factors=True)
+    stored_outside(decoder, tmp_path)
+    os.link(tmp_path / "weights.bin", tmp_path / "another")
+    lower_operators(tmp_path, manifest_of(decoder).graphs[names.VERIFIER])
+    assert operators(tmp_path / "verifier.operators.onnx")["Mul"] == decoder.layers + 1
 
 
 def test_nodes_between_split_and_attention_stay(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -17,12 +19,13 @@ PAST = np.array([0, 7, 25])
 
 
 def one_node_model(
-    scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int, sinks: bool = False
-) -> onnx.ModelProto:
+    scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int,
+    sinks: bool = False, kv: ir.DataType = ir.DataType.FLOAT,
+) -> onnx.ModelProto:  # fmt: skip
     """A model of one TreeAttention node and its bodies."""
     floats, integers, booleans = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
     types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "cache_len", "kv_len"), integers)
-    types["tree_mask"] = booleans
+    types |= {"tree_mask": booleans, "key_cache": kv, "value_cache": kv}
     ranks = {"positions": 2, "cache_len": 1, "kv_len": 1, "key_cache": 4, "value_cache": 4}
     values = [
         ir.Value(name=n, type=ir.TensorType(types[n]), shape=ir.Shape([f"{n}{i}" for i in range(ranks.get(n, 3))]))
@@ -33,7 +36,7 @@ def one_node_model(
     attributes = dict(scale=scale, softcap=softcap, window=window, chunk=chunk, q_heads=q_heads, kv_heads=kv_heads)
     node = ir.node("TreeAttention", values, attributes, domain="redraft", num_outputs=3)
     for output, name in zip(node.outputs, OUTPUTS, strict=True):
-        output.name, output.type = name, ir.TensorType(floats)
+        output.name, output.type = name, ir.TensorType(floats if name == "out" else kv)
     graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 24, "redraft": 1}, name="one")
     model = ir.Model(graph, ir_version=11)
     tree_attention.add_bodies(model)
@@ -44,7 +47,8 @@ def run(inputs: dict[str, np.ndarray], *attributes: float) -> list[np.ndarray]:
     """Outputs of the ONNX body. attributes: as `one_node_model` takes them."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    model = one_node_model(*attributes, sinks=SINKS in inputs)
+    kv = ir.DataType.from_numpy(inputs["key_cache"].dtype)
+    model = one_node_model(*attributes, sinks=SINKS in inputs, kv=kv)
     return onnxruntime.InferenceSession(model.SerializeToString(), options).run(list(OUTPUTS), inputs)
 
 
@@ -109,3 +113,16 @@ def test_dead_rows_do_not_matter():
         for b, past in enumerate(PAST):
             other[name][b, :, past:] = -3e5
     np.testing.assert_array_equal(run(inputs, *attributes)[0], run(other, *attributes)[0])
+
+
+def test_keys_and_values_in_fp16_saturate():
+    inputs = random_inputs(4, 2)
+    inputs |= {name: inputs[name].astype(np.float16) for name in ("key_cache", "value_cache")}
+    for name, (column, size) in itertools.product("kv", ((5, 1e9), (20, -1e9))):
+        inputs[name][:, :, column] = size
+    out, *caches = run(inputs, 0.3, 0.0, 0, 0, 4, 2)
+    assert np.isfinite(out).all()
+    for cache, name in zip(caches, "kv", strict=True):
+        rows = np.clip(inputs[name], -65504, 65504).astype(np.float16).reshape(BATCH, NODES, 2, HEAD)
+        for b, start in enumerate(PAST):
+            np.testing.assert_array_equal(cache[b, :, start : start + NODES], rows[b].swapaxes(0, 1))
