@@ -23,6 +23,7 @@ from redraft.engines import check_tree
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array, Buffer, Device, Program, Work, byte_size, sized, slots_of
 from redraft.engines.drafters import BuiltDrafter
+from redraft.engines.host_memory import use_small_pages
 from redraft.errors import UsageError
 from redraft.lru import LruCache
 from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
@@ -80,6 +81,9 @@ class EngineDrafter(TreeMaker):
         self._state = {
             spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in self.method.state(shape)
         }
+        for buffer in self._state.values():
+            if buffer.host is not None:  # as `HostSteps` does for the verifier's rows
+                use_small_pages(buffer.host if verifier.max_num_seqs > 1 else buffer.host[1:])
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._host_tables = tables
         self._noise = SlotNoise(device, sizes["B"], shape.draft_logit_scale)
@@ -175,6 +179,20 @@ class FeatureBuffers(EngineDrafter):
         return {
             state: slots_of(self._state[names.of_state(names.PENDING_FEATURES, place)], slots)
             for place, state in enumerate(self._hidden_states)
+        }
+
+    @cached_property
+    def _feature_rows(self) -> tuple[Buffer, ...]:
+        """Rows of a call, by hidden state. Calls never run together, so all share this memory."""
+        pending = self.pending_features(range(1)).values()
+        slots = self.verifier.max_num_seqs
+        return tuple(self._device.empty(rows.dtype, slots, CATCH_UP, rows.shape[2]) for rows in pending)
+
+    def _read_rows(self, sequences: int, width: int) -> dict[str, Buffer]:
+        """Return a graph's inputs of hidden states, for so many rows of each sequence."""
+        return {
+            names.of_state(names.FEATURE_ROWS, place): rows.part(sequences, width, rows.shape[2])
+            for place, rows in enumerate(self._feature_rows)
         }
 
     def _state_of(self, seq: Request) -> Any:

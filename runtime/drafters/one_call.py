@@ -246,6 +246,7 @@ class OneCallDrafter(FeatureBuffers):
         if any(spec.name == names.FEATURE_ROWS for spec in program.inputs):
             waiting = [names.of_state(names.PENDING_FEATURES, place) for place in range(len(self._hidden_states))]
             pending = [given.pop(name) for name in waiting]
+            given |= self._read_rows(len(slots), width)
         given |= {**others, **self._tables}
         sizes = {"B": len(slots), "M": width}
         return TreeCall(self._device, program, self._step_programs, sizes, given, pending, store)

@@ -120,36 +120,31 @@ class SteeredDrafter(PendingFeatures, DecoderDrafter):
     def _steer_call(self, slots: range, width: int) -> SteerCall:
         pending, sequences, size = list(self.pending_features(slots).values()), len(slots), self.shape.steering
         outputs = self._biases.part(sequences, width, size), self._last.part(sequences, 1, size)
-        return SteerCall(self._device, self._programs[STEER], self._gather, pending, *outputs)
+        read = self._read_rows(sequences, width)
+        return SteerCall(self._device, self._programs[STEER], self._gather, pending, read, *outputs)
 
 
 class SteerCall:
     """Copies hidden states of some positions, and runs the graph `steer` over them.
 
-    pending: the sources [B, W, n], by hidden state.   biases, last: the outputs, [B, T, S] and [B, 1, S].
+    pending: the sources [B, W, n], by hidden state.   read: their copies [B, T, n], by the graph's input.
+    biases, last: the outputs, [B, T, S] and [B, 1, S].
     """
 
-    def __init__(
-        self,
-        device: Device,
-        program: Program,
-        gather: Program,
-        pending: Sequence[Buffer],
-        biases: Buffer,
-        last: Buffer,
-    ) -> None:
+    def __init__(  # noqa: PLR0913 - the buffers of one call
+        self, device: Device, program: Program, gather: Program, pending: Sequence[Buffer], read: Mapping[str, Buffer],
+        biases: Buffer, last: Buffer,
+    ) -> None:  # fmt: skip
         sequences, self._width = biases.shape[:2]
         rows = sequences, self._width
         fields = {names.POSITIONS: rows, names.PATH: rows, names.OUTPUT_ROWS: (sequences, 1)}
         self._host_inputs = device.host_inputs(**fields)
         self._last_place = pending[0].shape[1] - 1
         inputs, start = self._host_inputs.buffers, device.empty("int64", sequences)
-        known = {names.STEERING: biases, names.STEERING_LAST: last}
+        known = {**read, names.STEERING: biases, names.STEERING_LAST: last}
         known |= {name: inputs[name] for name in (names.POSITIONS, names.OUTPUT_ROWS)}
         runs: list[Run] = []
-        for place, source in enumerate(pending):
-            features = device.empty(source.dtype, *rows, source.shape[2])
-            known[names.of_state(names.FEATURE_ROWS, place)] = features
+        for source, features in zip(pending, read.values(), strict=True):
             runs.append(gathered(gather, source, inputs[names.PATH], features, start))
         self.work = device.chain([self._host_inputs.send, *runs, program.bind(known)])
 

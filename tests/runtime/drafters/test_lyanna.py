@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.engines.host_device import array_of
+from redraft.engines.host_device import HostDevice, array_of
 from redraft.errors import UsageError
 from redraft.methods.lyanna_token_info import lookup
 from redraft.noise_spec import DRAWN
@@ -37,6 +38,7 @@ from redraft.runtime.sampling.noise import NO_NOISE, DraftNoise, RowKey, noise_o
 from redraft.runtime.sampling.sampler import Greedy
 from redraft.runtime.trees.offers import Speculation
 from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind
+from tests.export.drafters.tiny import HIDDEN
 from tests.export.drafters.token_tree import Tree, build_subtree
 from tests.runtime.drafts import Scripted
 from tests.runtime.lyanna_bundle import (
@@ -372,6 +374,33 @@ def test_calls_leave_out_the_slots_that_nobody_drafts_for(opened: Open, monkeypa
         for slot in (2, 3):
             expected = noisy_tree(runtime, batch[slot], slot, drafter.shape.resample_nodes)
             assert_same_tree(trees[slot], expected)
+
+
+def test_memory_does_not_grow_with_the_sizes_of_calls(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of all sizes share the rows of hidden states that they read. There are hundreds of sizes."""
+    made: list[tuple[int, ...]] = []
+    empty = HostDevice.empty
+    with opened(3) as runtime:
+        drafter = lyanna_of(runtime)
+        drafter._call(names.DRAFT, range(3), CATCH_UP)
+        monkeypatch.setattr(HostDevice, "empty", lambda *given: (made.append(given[2:]), empty(*given))[1])
+        for width in range(1, CATCH_UP):
+            drafter._call(names.DRAFT, range(2), width)
+    assert made
+    assert not [shape for shape in made if shape[-1] == HIDDEN]
+
+
+def test_rows_of_several_slots_take_memory_in_small_pages(opened: Open) -> None:
+    """In large ones, the first row of each head of each slot takes two megabytes."""
+    with opened(2) as runtime:
+        rows = state(lyanna_of(runtime), names.key_cache(0))
+        inside, maps = rows.ctypes.data + rows.nbytes // 2, Path("/proc/self/smaps").read_text()
+    (flags,) = [
+        flags
+        for low, high, flags in re.findall(r"^(\w+)-(\w+) .*?^VmFlags: ([^\n]*)", maps, re.MULTILINE | re.DOTALL)
+        if int(low, 16) <= inside < int(high, 16)
+    ]
+    assert "nh" in flags.split()
 
 
 def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
