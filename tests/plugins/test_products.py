@@ -72,10 +72,11 @@ def test_odd_sizes(used: Products, n: int, k: int) -> None:
         check_equal(packed.product(x, bias), reference(matrix, x, bias))
 
 
-def test_rows_over_several_panels_of_activations(used: Products) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_over_several_panels_and_turns(used: Products, bits: int) -> None:
     rng = np.random.default_rng(0)
-    matrix = BlockMatrix.random(rng, 33, 9000, 8, 128)
-    x = rng.standard_normal((80, 9000), np.float32)
+    matrix = BlockMatrix.random(rng, 75, 600, bits, 32)
+    x = rng.standard_normal((140, 600), np.float32)
     packed = used.pack(matrix)
     assert packed is not None
     check_equal(packed.product(x), reference(matrix, x))
