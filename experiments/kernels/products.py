@@ -72,7 +72,9 @@ def _floors(isa: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library, source = Path(folder) / "floors.so", Path(__file__).with_name("products_floors.cpp")
         flags = FLAGS.get(isa, ("-march=native",))
-        subprocess.run(["c++", "-std=c++17", "-O3", "-shared", "-fPIC", *flags, str(source), "-o", str(library)], check=True)
+        subprocess.run(
+            ["c++", "-std=c++17", "-O3", "-shared", "-fPIC", *flags, str(source), "-o", str(library)], check=True
+        )
         floors = ctypes.CDLL(str(library))
     floors.multiply_all.restype = ctypes.c_int64
     return floors

@@ -42,6 +42,11 @@ inline float load_float(const uint8_t *from) {
   return value;
 }
 
+// Registers that need no preparation.
+struct AnyRegisters {
+  AnyRegisters(int64_t /*rows of a group*/, int64_t /*block*/) {}
+};
+
 // The part of a tile, or of Isa::kTiles tiles, that a group of rows is multiplied with: its blocks first .. last - 1.
 struct Part {
   const uint8_t *tile;
@@ -104,15 +109,20 @@ void multiply_group(const Packed &m, const Part &part, const uint8_t *q, float (
   }
 }
 
+template <class Isa, int kBits, int kBlock, int kRows>
+struct Group {
+  static constexpr auto *multiply = multiply_group<Isa, kBits, kBlock, kRows>;
+};
+
 template <class Isa>
 using Multiply = void (*)(const Packed &, const Part &, const uint8_t *q, float (*y)[Isa::kTiles * kColumns]);
 
 template <class Isa, int kBits, int kRows = Isa::kMostRows>
 Multiply<Isa> function_for(int64_t rows, int64_t block) {
-  if constexpr (kRows > 1) {
+  if constexpr (kRows > Isa::kLeastRows) {
     if (rows < kRows) return function_for<Isa, kBits, kRows - 1>(rows, block);
   }
-  return block == 32 ? multiply_group<Isa, kBits, 32, kRows> : multiply_group<Isa, kBits, 0, kRows>;
+  return block == 32 ? Group<Isa, kBits, 32, kRows>::multiply : Group<Isa, kBits, 0, kRows>::multiply;
 }
 
 // Writes one row of products with tiles.
@@ -135,6 +145,7 @@ void multiply_panel(const Packed &m, const uint8_t *scratch, const Groups &group
   const int64_t bytes = row_bytes<typename Isa::template Input<kBits>>(m);
   const int64_t turn = end - begin == 1 ? m.blocks : (kTurn + m.block - 1) / m.block;
   alignas(kLine) float found[kMostPanelRows][Isa::kTiles * kColumns];
+  [[maybe_unused]] const typename Isa::Registers registers(groups.size + (groups.larger > 0), m.block);
   for (int64_t tile = first; tile < last; tile += Isa::kTiles) {
     const int64_t column = tile * kColumns, from = groups.first_row(begin);
     for (int64_t block = 0; block < m.blocks; block += turn) {
@@ -180,7 +191,7 @@ void quantize(const Packed &m, const float *x, int64_t rows, int64_t first, int6
   for (int64_t row = first; row < last; ++row) {
     const int64_t group = groups.of(row), begin = groups.first_row(group);
     uint8_t *to = scratch + scratch_bytes<Isa>(m, begin);
-    quantize_one(m, x + row * m.k, factor, to, groups.rows(group), row - begin);
+    quantize_one(m, x + row * m.k, factor, Isa::kUnit, to, groups.rows(group), row - begin);
   }
 }
 

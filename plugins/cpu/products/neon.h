@@ -12,7 +12,8 @@ struct Neon {
   using Floats = float32x4_t;
   template <int kBits>
   using Input = int8_t;
-  static constexpr int kTiles = 1, kVectors = 4;
+  using Registers = AnyRegisters;
+  static constexpr int kUnit = 4, kLeastRows = 1, kTiles = 1, kVectors = 4;
 
   static Ints ints(int32_t value) { return vdupq_n_s32(value); }
   static Ints inputs(const uint8_t *q) { return ints(load_int(q)); }

@@ -74,8 +74,10 @@ float quantize_block(const float *x, int block, Input *q, int32_t *sum) {
 
 // `group` is the scratch of a group of `rows` rows, `row` one of them. factor: of the sums.
 template <class Input>
-void quantize_row(const Packed &m, const float *x, int32_t factor, uint8_t *group, int64_t rows, int64_t row) {
-  constexpr int64_t kUnit = 4 * sizeof(Input);
+void quantize_row(const Packed &m, const float *x, int32_t factor, int64_t unit, uint8_t *group, int64_t rows,
+                  int64_t row) {
+  if (unit > m.block) unit = m.block;
+  const int64_t bytes = unit * sizeof(Input);
   for (int64_t first = 0; first < m.k; first += m.block) {
     float padded[kMostInBlock];
     Input q[kMostInBlock];
@@ -91,7 +93,12 @@ void quantize_row(const Packed &m, const float *x, int32_t factor, uint8_t *grou
     memcpy(group + 4 * row, &scale, 4);
     memcpy(group + 4 * (rows + row), &sum, 4);
     group += 8 * rows;
-    for (int64_t i = 0; i < m.block; i += 4, group += rows * kUnit) memcpy(group + row * kUnit, q + i, kUnit);
+    if (unit == 4) {
+      constexpr int64_t kBytes = 4 * sizeof(Input);
+      for (int64_t i = 0; i < m.block; i += 4, group += rows * kBytes) memcpy(group + row * kBytes, q + i, kBytes);
+    } else {
+      for (int64_t i = 0; i < m.block; i += unit, group += rows * bytes) memcpy(group + row * bytes, q + i, bytes);
+    }
   }
 }
 

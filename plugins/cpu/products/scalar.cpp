@@ -16,7 +16,8 @@ struct Scalar {
   };
   template <int kBits>
   using Input = int8_t;
-  static constexpr int kTiles = 1, kVectors = 16, kMostRows = 4;
+  using Registers = AnyRegisters;
+  static constexpr int kUnit = 4, kLeastRows = 1, kTiles = 1, kVectors = 16, kMostRows = 4;
 
   static Ints ints(int32_t value) { return value; }
   static int32_t zero_code(int32_t code) { return code; }

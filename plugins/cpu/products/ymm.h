@@ -10,7 +10,8 @@ namespace {
 struct Ymm {
   using Ints = __m256i;
   using Floats = __m256;
-  static constexpr int kTiles = 1, kVectors = 2, kMostRows = 6;
+  using Registers = AnyRegisters;
+  static constexpr int kUnit = 4, kLeastRows = 1, kTiles = 1, kVectors = 2, kMostRows = 6;
 
   static Ints ints(int32_t value) { return _mm256_set1_epi32(value); }
   static Ints inputs(const uint8_t *q) { return ints(load_int(q)); }

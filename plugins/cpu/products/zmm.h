@@ -15,6 +15,8 @@ namespace {
 struct Zmm {
   using Ints = __m512i;
   using Floats = __m512;
+  using Registers = AnyRegisters;
+  static constexpr int kUnit = 4, kLeastRows = 1;
   template <int kBits>
   using Input = int8_t;
 
@@ -34,6 +36,8 @@ struct Zmm {
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 
   static Ints load_bytes(const uint8_t *from) { return _mm512_loadu_si512(from); }
+  static void store_bytes(uint8_t *to, Ints bytes) { _mm512_storeu_si512(to, bytes); }
+  static Ints plus(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
   static Ints low_halves(Ints bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
   static Ints high_halves(Ints bytes) { return low_halves(_mm512_srli_epi16(bytes, 4)); }
 };
