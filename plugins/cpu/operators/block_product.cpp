@@ -123,8 +123,10 @@ void BlockProduct::compute(OrtKernelContext *context) const {
   void *scratch = thread_scratch(redraft_products_scratch_bytes(packed, rows));
   in_shares(api_, context, rows, rows * k_ / kQuantizedShare,
             [=](int64_t first, int64_t last) { redraft_products_quantize(packed, given, rows, first, last, scratch); });
-  in_shares(api_, context, redraft_products_tiles(packed), rows * n_ * k_ / kShare, [=](int64_t first, int64_t last) {
-    redraft_products_multiply(packed, scratch, rows, bias, static_cast<float *>(y), first, last);
+  const int64_t tiles = redraft_products_tiles(packed), pairs = (tiles + 1) / 2;  // some kernels multiply two at once
+  in_shares(api_, context, pairs, rows * n_ * k_ / kShare, [=](int64_t first, int64_t last) {
+    const int64_t end = std::min(2 * last, tiles);
+    redraft_products_multiply(packed, scratch, rows, bias, static_cast<float *>(y), 2 * first, end);
   });
 }
 
