@@ -1,6 +1,6 @@
 """The products with quantized weights against their floors and ONNX Runtime's MatMulNBits, on one core.
 
-    python -m experiments.kernels.products [--bits 8 4] [--rows 1 8] [--shapes 1536x576] [--rounds 7]
+    python -m experiments.kernels.products [--bits 8 4] [--rows 1 8] [--shapes 1536x576] [--isa avx2] [--rounds 7]
 
 A shape is inputs x outputs. Each product has enough copies of its weights that no cache holds them. `us` is the time of
 one product. The floors are a plain read of the packed bytes and the multiplications of the kernel in registers alone;
@@ -34,7 +34,8 @@ from redraft.plugins.library import BUILD
 SHAPES = ("576x1536", "1536x576", "576x576", "576x49152", "896x4864", "4864x896", "1536x8960")
 ROWS = (1, 2, 4, 8, 16, 32, 256)
 BLOCK = 32
-COLD_BYTES = 64 << 20
+COLD_BYTES = 512 << 20
+FLAGS = {"avx2": ("-mavx2",), "avx_vnni": ("-mavx2", "-mavxvnni")}
 PEAK_ROUNDS = 200_000
 
 
@@ -45,8 +46,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--isa", help="the default is the best one of this CPU")
     args = parser.parse_args()
-    products, floors = Products(BUILD / "libredraft_operators.so"), _floors()
+    products = Products(BUILD / "libredraft_operators.so")
+    if args.isa and not products.use(args.isa):
+        parser.error(f"this CPU has no {args.isa}")
+    floors = _floors(products.isa)
     print(f"{products.isa}, ONNX Runtime {ort.__version__}")
     table = [["bits", "shape", "rows", "us", "of t(1)", "over_floor", "of_peak", "over_theirs"]]
     for bits, shape in product(args.bits, args.shapes):
@@ -63,11 +68,13 @@ def main() -> None:
     print(markdown_table(table))
 
 
-def _floors() -> ctypes.CDLL:
+def _floors(isa: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library, source = Path(folder) / "floors.so", Path(__file__).with_name("products_floors.cpp")
-        flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-        subprocess.run(["c++", *flags, str(source), "-o", str(library)], check=True)
+        flags = FLAGS.get(isa, ("-march=native",))
+        subprocess.run(
+            ["c++", "-std=c++17", "-O3", "-shared", "-fPIC", *flags, str(source), "-o", str(library)], check=True
+        )
         floors = ctypes.CDLL(str(library))
     floors.multiply_all.restype = ctypes.c_int64
     return floors

@@ -8,11 +8,16 @@
 
 extern "C" {
 
-// Reads `words` words of 64 bits.
+// Reads `words` words of 64 bits, a multiple of 8. Without the loads ahead, a core may read a tenth less.
 uint64_t read_all(const uint64_t *from, int64_t words) {
-  uint64_t found = 0;
-  for (int64_t i = 0; i < words; ++i) found |= from[i];
-  return found;
+  constexpr int64_t kAhead = 768;
+  uint64_t found[8] = {};
+  for (int64_t i = 0; i < words; i += 8) {
+    __builtin_prefetch(from + i + kAhead, 0, 2);
+    for (int j = 0; j < 8; ++j) found[j] |= from[i + j];
+  }
+  for (int j = 1; j < 8; ++j) found[0] |= found[j];
+  return found[0];
 }
 
 // Multiplies and adds `rounds` times in 12 registers, as the kernel for `bits` does. Returns the multiplications of a

@@ -73,6 +73,8 @@ static inline __m512i _mm512_loadu_si512(const void *from) {
   return bytes;
 }
 
+static inline void _mm512_storeu_si512(void *to, __m512i bytes) { std::memcpy(to, &bytes, sizeof bytes); }
+
 static inline __m512 _mm512_loadu_ps(const void *from) { return emulated::as<__m512>(_mm512_loadu_si512(from)); }
 
 static inline void _mm512_storeu_ps(void *to, __m512 values) { std::memcpy(to, &values, sizeof values); }
@@ -109,6 +111,11 @@ static inline __m512 _mm512_cvtepi32_ps(__m512i values) {
 
 static inline __m512i _mm512_and_si512(__m512i a, __m512i b) {
   for (int i = 0; i < 16; ++i) a.of[i] &= b.of[i];
+  return a;
+}
+
+static inline __m512i _mm512_add_epi32(__m512i a, __m512i b) {
+  for (int i = 0; i < 16; ++i) a.of[i] += b.of[i];
   return a;
 }
 

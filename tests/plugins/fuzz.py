@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from .builds import AVX2, CPU, ROOT, SANITIZERS, build_kernels, find_clang, find_compiler
 
 PROGRAM = ROOT / "tests/plugins/operators_fuzz.cpp"
-EMULATED = "-DREDRAFT_EMULATED"
+EMULATED = ("-DREDRAFT_EMULATED", "-fno-inline")
 SOURCES = [CPU / part / name for part in ("products", "attention") for name in ("entries.cpp", "scalar.cpp")]
 SOURCES += [PROGRAM, CPU / "products/pack.cpp", CPU / "attention/plan.cpp"]
 ISAS = {
-    CPU / "products/avx512_vnni.cpp": [EMULATED],
-    CPU / "products/avx_vnni.cpp": [EMULATED, "-Wno-psabi", *AVX2],
+    CPU / "products/amx.cpp": EMULATED,
+    CPU / "products/avx512_vnni.cpp": EMULATED,
+    CPU / "products/avx_vnni.cpp": [*EMULATED, "-Wno-psabi", *AVX2],
     CPU / "products/avx2.cpp": AVX2,
-    CPU / "attention/avx512.cpp": [EMULATED, "-Wno-psabi", *AVX2],
+    CPU / "attention/avx512.cpp": [*EMULATED, "-Wno-psabi", *AVX2],
     CPU / "attention/avx2.cpp": AVX2,
 }
 

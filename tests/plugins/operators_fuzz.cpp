@@ -173,7 +173,7 @@ void fuzz_products(Bytes &bytes) {
   expect(redraft_products_pack(&m, packed.get()) == 0, "a matrix is refused");
   const int64_t tiles = redraft_products_tiles(packed.get());
   const int64_t row_cut = bytes.below(rows + 1), tile_cut = bytes.below(tiles + 1);
-  for (const char *isa : {"avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot", "scalar"}) {
+  for (const char *isa : {"amx", "avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot", "scalar"}) {
     if (redraft_products_use(isa) != 0) continue;
     const auto scratch = aligned(redraft_products_scratch_bytes(packed.get(), rows));
     Floats y(expected.size(), kUnwritten);

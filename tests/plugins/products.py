@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-ISAS = ("avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot", "scalar")
+ISAS = ("amx", "avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot", "scalar")
 BLOCKS = (16, 32, 64, 128, 256)
 ABI = 2
 _LINE = 64

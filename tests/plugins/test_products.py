@@ -21,7 +21,10 @@ from .products import BLOCKS, ISAS, BlockMatrix, Products, check_equal, referenc
 SOURCES = CPU / "products"
 COMMON = [SOURCES / name for name in ("entries.cpp", "pack.cpp", "scalar.cpp")]
 EVERY_COUNT = (*range(1, 41), 256)
-EMULATED = {"avx_vnni": ("-DREDRAFT_EMULATED", "-Wno-psabi", *AVX2), "avx512_vnni": ("-DREDRAFT_EMULATED",)}
+EMULATED = {
+    ("avx_vnni",): ("-DREDRAFT_EMULATED", "-Wno-psabi", *AVX2),
+    ("amx", "avx512_vnni"): ("-DREDRAFT_EMULATED", "-fno-inline"),  # which compiles ten times as fast
+}
 ARM = {"i8mm": "i8mm", "dot": "dotprod"}
 
 
@@ -72,10 +75,11 @@ def test_odd_sizes(used: Products, n: int, k: int) -> None:
         check_equal(packed.product(x, bias), reference(matrix, x, bias))
 
 
-def test_rows_over_several_panels_of_activations(used: Products) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_over_several_panels_and_turns(used: Products, bits: int) -> None:
     rng = np.random.default_rng(0)
-    matrix = BlockMatrix.random(rng, 33, 9000, 8, 128)
-    x = rng.standard_normal((80, 9000), np.float32)
+    matrix = BlockMatrix.random(rng, 75, 600, bits, 32)
+    x = rng.standard_normal((140, 600), np.float32)
     packed = used.pack(matrix)
     assert packed is not None
     check_equal(packed.product(x), reference(matrix, x))
@@ -98,12 +102,14 @@ def test_unknown_instruction_sets_are_refused(products: Products) -> None:
     assert products.isa == before
 
 
-@pytest.mark.parametrize("isa", EMULATED)
-def test_kernels_of_other_cpus(once: Once, isa: str) -> None:
+@pytest.mark.parametrize("isas", EMULATED)
+def test_kernels_of_other_cpus(once: Once, isas: tuple[str, ...]) -> None:
     """Their own source with the instructions emulated, so that indexing is proved, not the instructions."""
-    emulated = Products(once(_build, x86_compiler(), isa, EMULATED[isa]) / "products.so")
-    assert emulated.isa == isa
-    checks.check_all(emulated, (*range(1, 14), 25))
+    emulated = Products(once(_build, x86_compiler(), isas, EMULATED[isas]) / "products.so")
+    assert emulated.isas() == [*isas, "scalar"]
+    for isa in isas:
+        emulated.use(isa)
+        checks.check_all(emulated, (32, 33, 47) if isa == "amx" else (*range(1, 14), 25))
 
 
 def test_kernels_of_arm(tmp_path: Path) -> None:
@@ -120,7 +126,7 @@ def test_kernels_of_arm(tmp_path: Path) -> None:
 def test_sanitizers_find_nothing(once: Once) -> None:
     """Addresses and undefined behavior of every kernel; arrays of NumPy have the sanitizer's red zones too."""
     compiler = x86_compiler()
-    library = once(_build, compiler, "avx2", AVX2, SANITIZERS) / "products.so"
+    library = once(_build, compiler, ("avx2",), AVX2, SANITIZERS) / "products.so"
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     command: list[str | Path] = [sys.executable, "-m", "tests.plugins.products", library]
@@ -129,7 +135,9 @@ def test_sanitizers_find_nothing(once: Once) -> None:
     assert "scalar" in done.stdout.split()
 
 
-def _build(folder: Path, compiler: str, isa: str, own: tuple[str, ...], flags: tuple[str, ...] = ()) -> None:
-    """Build the library with one instruction set besides `scalar`."""
-    isas = {SOURCES / f"{isa}.cpp": own}
-    build_kernels(folder / "products.so", compiler, COMMON, isas, flags=flags, link=["-shared"])
+def _build(
+    folder: Path, compiler: str, isas: tuple[str, ...], own: tuple[str, ...], flags: tuple[str, ...] = ()
+) -> None:
+    """Build the library with some instruction sets besides `scalar`, all with the flags `own`."""
+    files = {SOURCES / f"{isa}.cpp": own for isa in isas}
+    build_kernels(folder / "products.so", compiler, COMMON, files, flags=flags, link=["-shared"])

@@ -156,8 +156,10 @@ void BlockProduct::compute(OrtKernelContext *context) const {
     }
     redraft_products_quantize(packed, wide == nullptr ? given : wide, rows, first, last, scratch);
   });
-  in_shares(api_, context, redraft_products_tiles(packed), rows * n_ * k_ / kShare, [=](int64_t first, int64_t last) {
-    redraft_products_multiply(packed, scratch, rows, bias, static_cast<float *>(y), first, last);
+  const int64_t tiles = redraft_products_tiles(packed), pairs = (tiles + 1) / 2;  // some kernels multiply two at once
+  in_shares(api_, context, pairs, rows * n_ * k_ / kShare, [=](int64_t first, int64_t last) {
+    const int64_t end = std::min(2 * last, tiles);
+    redraft_products_multiply(packed, scratch, rows, bias, static_cast<float *>(y), 2 * first, end);
   });
 }
 

@@ -3,24 +3,31 @@
 
 #include <type_traits>
 
+#include "later.h"
 #include "multiply.h"
 #include "ymm.h"
 
 namespace {
 
 struct Avx2 : Ymm {
+  using One = Avx2;
   template <int kBits>
   using Input = std::conditional_t<kBits == 8, int16_t, int8_t>;
 
   template <int kBits, int kRows>
-  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, const uint8_t *q, int block) {
+  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, int64_t, const uint8_t *q, int block,
+                           const uint8_t *later) {
     if constexpr (kBits == 8) {
-      for (int input = 0; input < block; input += 4, codes += kLine, q += 8 * kRows) add_unit<kRows>(sums, codes, q);
+#pragma GCC unroll 8
+      for (int input = 0; input < block; input += 4, codes += kLine, later += kLine, q += 8 * kRows) {
+        load_later(later);
+        add_unit<kRows>(sums, codes, q);
+      }
     } else if (block == 16) {
-      add_units<kRows, 2>(sums, codes, q);
+      add_units<kRows, 2>(sums, codes, q, later);
     } else {
-      for (int input = 0; input < block; input += 32, codes += 4 * kLine, q += 32 * kRows) {
-        add_units<kRows, 4>(sums, codes, q);
+      for (int input = 0; input < block; input += 32, codes += 4 * kLine, later += 4 * kLine, q += 32 * kRows) {
+        add_units<kRows, 4>(sums, codes, q, later);
       }
     }
   }
@@ -51,10 +58,11 @@ struct Avx2 : Ymm {
 
   // 8 kUnits inputs of 4 bits.
   template <int kRows, int kUnits>
-  static void add_units(Ints (&sums)[kRows][kVectors], const uint8_t *codes, const uint8_t *q) {
+  static void add_units(Ints (&sums)[kRows][kVectors], const uint8_t *codes, const uint8_t *q, const uint8_t *later) {
     Ints short_sums[kRows][kVectors];
 #pragma GCC unroll 8
     for (int part = 0; part < 2 * kUnits; ++part) {
+      if (part % 2 == 0) load_later(later + part / 2 * kLine);
       Ints halves[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         const Ints bytes = load_bytes(codes + part / 2 * kLine + 32 * v);

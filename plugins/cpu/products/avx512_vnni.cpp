@@ -1,50 +1,34 @@
-// AVX-512 VNNI: a tile's columns in one register, vpdpbusd on 64 bytes.
-
-#ifdef REDRAFT_EMULATED
-#include "emulated.h"
-#else
-#include <immintrin.h>
-#endif
+// AVX-512 VNNI: vpdpbusd on 64 bytes.
 
 #include "dot.h"
 #include "multiply.h"
+#include "zmm.h"
 
 namespace {
 
-struct Avx512Vnni {
-  using Ints = __m512i;
-  using Floats = __m512;
-  template <int kBits>
-  using Input = int8_t;
-  static constexpr int kVectors = 1, kMostRows = 12;
+template <int kTileCount>
+struct Avx512Vnni : Zmm {
+  using One = Avx512Vnni<1>;
+  static constexpr int kTiles = kTileCount, kVectors = kTiles, kMostRows = 8;
 
-  static Ints ints(int32_t value) { return _mm512_set1_epi32(value); }
-  static Ints zero_point(int32_t code) { return ints(code); }
-  static Ints zero_points(const uint8_t *from) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
-  }
-  static Floats floats(float value) { return _mm512_set1_ps(value); }
-  static Floats load_floats(const uint8_t *from) { return _mm512_loadu_ps(from); }
-  static Floats to_floats(Ints values) { return _mm512_cvtepi32_ps(values); }
-  static void store(float *to, Floats values) { _mm512_storeu_ps(to, values); }
-  // a: 0 .. 255, b: 16 bits.
-  static Ints times(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }
-  static Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-  static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-
-  static Ints load_bytes(const uint8_t *from) { return _mm512_loadu_si512(from); }
-  static Ints low_halves(Ints bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
-  static Ints high_halves(Ints bytes) { return low_halves(_mm512_srli_epi16(bytes, 4)); }
-
-  static Ints dot(Ints sums, Ints codes, const uint8_t *q) {
-    return _mm512_dpbusd_epi32(sums, codes, ints(load_int(q)));
+  // The compiler would copy sums in loops.
+  static Ints dot(Ints sums, Ints codes, Ints q) {
+#ifdef REDRAFT_EMULATED
+    return _mm512_dpbusd_epi32(sums, codes, q);
+#else
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(q));
+    return sums;
+#endif
   }
 
   template <int kBits, int kRows>
-  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, const uint8_t *q, int block) {
-    add_dots<Avx512Vnni, kBits, kRows>(sums, codes, q, block);
+  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, int64_t apart, const uint8_t *q,
+                           int block, const uint8_t *later) {
+    add_dots<Avx512Vnni, kBits, kRows>(sums, codes, apart, q, block, later);
   }
 };
+
+using Pair = Avx512Vnni<2>;
 
 bool is_here() {
 #ifdef REDRAFT_EMULATED
@@ -57,5 +41,5 @@ bool is_here() {
 
 }  // namespace
 
-const Kernels redraft::products::kAvx512Vnni = {"avx512_vnni", is_here, scratch_bytes<Avx512Vnni>, quantize<Avx512Vnni>,
-                                                multiply<Avx512Vnni>};
+const Kernels redraft::products::kAvx512Vnni = {"avx512_vnni", is_here, scratch_bytes<Pair>, quantize<Pair>,
+                                                multiply<Pair>};

@@ -11,16 +11,16 @@
 namespace {
 
 struct AvxVnni : Ymm {
+  using One = AvxVnni;
   template <int kBits>
   using Input = int8_t;
 
-  static Ints dot(Ints sums, Ints codes, const uint8_t *q) {
-    return _mm256_dpbusd_avx_epi32(sums, codes, ints(load_int(q)));
-  }
+  static Ints dot(Ints sums, Ints codes, Ints q) { return _mm256_dpbusd_avx_epi32(sums, codes, q); }
 
   template <int kBits, int kRows>
-  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, const uint8_t *q, int block) {
-    add_dots<AvxVnni, kBits, kRows>(sums, codes, q, block);
+  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, int64_t apart, const uint8_t *q,
+                           int block, const uint8_t *later) {
+    add_dots<AvxVnni, kBits, kRows>(sums, codes, apart, q, block, later);
   }
 };
 

@@ -9,6 +9,9 @@ namespace {
 
 // The best first.
 const Kernels *const kAll[] = {
+#ifdef REDRAFT_AMX
+    &kAmx,
+#endif
 #ifdef REDRAFT_AVX512_VNNI
     &kAvx512Vnni,
 #endif

@@ -12,16 +12,20 @@ struct Neon {
   using Floats = float32x4_t;
   template <int kBits>
   using Input = int8_t;
-  static constexpr int kVectors = 4;
+  using Registers = AnyRegisters;
+  static constexpr int kUnit = 4, kLeastRows = 1, kTiles = 1, kVectors = 4;
 
   static Ints ints(int32_t value) { return vdupq_n_s32(value); }
-  static Ints zero_point(int32_t code) { return ints(code); }
+  static Ints inputs(const uint8_t *q) { return ints(load_int(q)); }
+  static int32_t zero_code(int32_t code) { return code; }
   static Ints zero_points(const uint8_t *from) {
     const int32_t four[4] = {from[0], from[1], from[2], from[3]};
     return vld1q_s32(four);
   }
   static Floats floats(float value) { return vdupq_n_f32(value); }
-  static Floats load_floats(const uint8_t *from) { return vreinterpretq_f32_u8(vld1q_u8(from)); }
+  static Floats load_floats(const void *from) {
+    return vreinterpretq_f32_u8(vld1q_u8(static_cast<const uint8_t *>(from)));
+  }
   static Floats to_floats(Ints values) { return vcvtq_f32_s32(values); }
   static void store(float *to, Floats values) { vst1q_f32(to, values); }
   static Ints times(Ints a, Ints b) { return vmulq_s32(a, b); }

@@ -9,19 +9,21 @@
 namespace {
 
 struct NeonDot : Neon {
+  using One = NeonDot;
   static constexpr int kMostRows = 4;
 
-  static Ints zero_point(int32_t code) { return ints(code - 128); }
+  static int32_t zero_code(int32_t code) { return code - 128; }
   static Ints zero_points(const uint8_t *from) { return vsubq_s32(Neon::zero_points(from), ints(128)); }
 
-  static Ints dot(Ints sums, uint8x16_t codes, const uint8_t *q) {
+  static Ints dot(Ints sums, uint8x16_t codes, Ints q) {
     const int8x16_t less_128 = vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(128)));
-    return vdotq_s32(sums, less_128, vreinterpretq_s8_s32(ints(load_int(q))));
+    return vdotq_s32(sums, less_128, vreinterpretq_s8_s32(q));
   }
 
   template <int kBits, int kRows>
-  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, const uint8_t *q, int block) {
-    add_dots<NeonDot, kBits, kRows>(sums, codes, q, block);
+  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, int64_t apart, const uint8_t *q,
+                           int block, const uint8_t *later) {
+    add_dots<NeonDot, kBits, kRows>(sums, codes, apart, q, block, later);
   }
 };
 

@@ -4,29 +4,30 @@
 #include <sys/auxv.h>
 
 #include "dot.h"
+#include "later.h"
 #include "multiply.h"
 #include "neon.h"
 
 namespace {
 
 struct NeonI8mm : Neon {
+  using One = NeonI8mm;
   static constexpr int kMostRows = 4;
 
-  static Ints dot(Ints sums, uint8x16_t codes, const uint8_t *q) {
-    return vusdotq_s32(sums, codes, vreinterpretq_s8_s32(ints(load_int(q))));
-  }
+  static Ints dot(Ints sums, uint8x16_t codes, Ints q) { return vusdotq_s32(sums, codes, vreinterpretq_s8_s32(q)); }
 
   // 4 inputs of two rows, or of one row twice.
-  static Ints inputs(const uint8_t *q, bool two) {
-    if (!two) return ints(load_int(q));
+  static Ints pair(const uint8_t *q, bool two) {
+    if (!two) return inputs(q);
     int64_t both;
     memcpy(&both, q, sizeof both);
     return vreinterpretq_s32_s64(vdupq_n_s64(both));
   }
 
   template <int kBits, int kRows>
-  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, const uint8_t *q, int block) {
-    if constexpr (kRows == 1) return add_dots<NeonI8mm, kBits, kRows>(sums, codes, q, block);
+  static void add_products(Ints (&sums)[kRows][kVectors], const uint8_t *codes, int64_t apart, const uint8_t *q,
+                           int block, const uint8_t *later) {
+    if constexpr (kRows == 1) return add_dots<NeonI8mm, kBits, kRows>(sums, codes, apart, q, block, later);
     constexpr int kPairs = (kRows + 1) / 2;  // if kRows is odd, the last row is its own partner
     Ints products[kPairs][2 * kVectors];     // of rows a and b with columns 0 and 1: 0a, 0b, 1a, 1b
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -36,12 +37,14 @@ struct NeonI8mm : Neon {
         products[pair][2 * v + 1] = vzip2q_s32(a[v], b[v]);
       }
     }
-    for (int input = 0; input < block; input += 8, codes += 16 * kBits, q += 8 * kRows) {
+    for (int input = 0; input < block; input += 8, codes += 16 * kBits, later += 16 * kBits, q += 8 * kRows) {
+      load_later(later);
+      if (kBits == 8) load_later(later + 64);
       int8x16_t rows[kPairs];
-      for (int pair = 0; pair < kPairs; ++pair) {
-        const bool two = 2 * pair + 1 < kRows;
-        const Ints first = inputs(q + 8 * pair, two), second = inputs(q + 8 * pair + 4 * kRows, two);
-        rows[pair] = vreinterpretq_s8_s32(vzip1q_s32(first, second));
+      for (int number = 0; number < kPairs; ++number) {
+        const bool two = 2 * number + 1 < kRows;
+        const Ints first = pair(q + 8 * number, two), second = pair(q + 8 * number + 4 * kRows, two);
+        rows[number] = vreinterpretq_s8_s32(vzip1q_s32(first, second));
       }
       for (int v = 0; v < kVectors; ++v) {
         const uint8x16_t bytes = load_bytes(codes + 16 * v);

@@ -39,6 +39,6 @@ struct Kernels {
                    int64_t last);
 };
 
-extern const Kernels kAvx512Vnni, kAvxVnni, kAvx2, kNeonI8mm, kNeonDot, kScalar;
+extern const Kernels kAmx, kAvx512Vnni, kAvxVnni, kAvx2, kNeonI8mm, kNeonDot, kScalar;
 
 }  // namespace redraft::products

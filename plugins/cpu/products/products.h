@@ -27,7 +27,7 @@ extern "C" {
 
 REDRAFT_PRODUCTS_API int redraft_products_abi(void);
 
-// "avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot" or "scalar": the best of this CPU and build, or the one in use.
+// "amx", "avx512_vnni", "avx_vnni", "avx2", "neon_i8mm", "neon_dot" or "scalar": the best of this CPU and build, or the one in use.
 REDRAFT_PRODUCTS_API const char *redraft_products_isa(void);
 
 // Chooses an instruction set, for tests. Not between quantize and multiply. Returns 0, or 1 if it is not there.

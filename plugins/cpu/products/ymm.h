@@ -10,15 +10,17 @@ namespace {
 struct Ymm {
   using Ints = __m256i;
   using Floats = __m256;
-  static constexpr int kVectors = 2, kMostRows = 6;
+  using Registers = AnyRegisters;
+  static constexpr int kUnit = 4, kLeastRows = 1, kTiles = 1, kVectors = 2, kMostRows = 6;
 
   static Ints ints(int32_t value) { return _mm256_set1_epi32(value); }
-  static Ints zero_point(int32_t code) { return ints(code); }
+  static Ints inputs(const uint8_t *q) { return ints(load_int(q)); }
+  static int32_t zero_code(int32_t code) { return code; }
   static Ints zero_points(const uint8_t *from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
   }
   static Floats floats(float value) { return _mm256_set1_ps(value); }
-  static Floats load_floats(const uint8_t *from) { return _mm256_loadu_ps(reinterpret_cast<const float *>(from)); }
+  static Floats load_floats(const void *from) { return _mm256_loadu_ps(static_cast<const float *>(from)); }
   static Floats to_floats(Ints values) { return _mm256_cvtepi32_ps(values); }
   static void store(float *to, Floats values) { _mm256_storeu_ps(to, values); }
   // a: 0 .. 255, b: 16 bits.
