@@ -294,7 +294,8 @@ def add_bodies(model: ir.Model) -> None:
     nodes = [node for node in model.graph.all_nodes() if node.op_type == TREE_ATTENTION]
     windowed, chunked = (any(node.attributes[name].as_int() > 0 for node in nodes) for name in ("window", "chunk"))
     sinks = any(len(node.inputs) > len(INPUTS) for node in nodes)
-    half = any(ir.DataType.FLOAT16 == node.inputs[3].dtype != node.inputs[0].dtype for node in nodes)
+    types = [[value.dtype for value in node.inputs if value is not None] for node in nodes]
+    half = any(ir.DataType.FLOAT16 == own[3] != own[0] for own in types)
     for proto in bodies(windowed, chunked, sinks, half):
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
