@@ -86,9 +86,15 @@ class Client:
 
     def _answer(self, method: str, path: str, fields: Mapping[str, Any] | None) -> HTTPResponse:
         """Return an answer whose status is 200. Raises Refused and BackendError."""
+        is_used = self._connection.sock is not None
         try:
-            self._request(method, path, fields)
-            answer = self._connection.getresponse()
+            try:
+                answer = self._sent(method, path, fields)
+            except ConnectionError:
+                if not is_used:
+                    raise
+                self.close()  # llama.cpp's server closes a connection after a stream, and does not say so
+                answer = self._sent(method, path, fields)
             if answer.status == 200:
                 return answer
             text = answer.read()
@@ -99,6 +105,10 @@ class Client:
         with suppress(ValueError, KeyError, TypeError):
             found = dict(json.loads(text)["error"])
         raise Refused(answer.status, found)
+
+    def _sent(self, method: str, path: str, fields: Mapping[str, Any] | None) -> HTTPResponse:
+        self._request(method, path, fields)
+        return self._connection.getresponse()
 
     def _request(self, method: str, path: str, fields: Mapping[str, Any] | None) -> None:
         body = None if fields is None else json.dumps(fields).encode()

@@ -40,7 +40,7 @@ class Grammar:
             return
         try:
             found = json.loads(self.text, parse_constant=_no_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"the JSON schema is not JSON: {error}", _EXAMPLE) from None
         if not isinstance(found, dict):
             raise UsageError(f"a JSON schema is a JSON object, not {found!r}", _EXAMPLE)

@@ -59,7 +59,10 @@ def guided_tokenizer(tokenizer: tokenizers.Tokenizer, vocabulary: int, eos: Sequ
 def schema_error(schema: str) -> str | None:
     """Return why a JSON schema does not compile, None if it does. Raises UsageError without llguidance."""
     matcher = _library().LLMatcher
-    error: str = matcher.validate_grammar(matcher.grammar_from_json_schema(schema, _SPACES))
+    try:
+        error: str = matcher.validate_grammar(matcher.grammar_from_json_schema(schema, _SPACES))
+    except ValueError as too_deep:
+        error = str(too_deep)
     return _reason(error) if error else None
 
 
@@ -86,11 +89,14 @@ class Constraint(Processor):
         from llguidance import LLMatcher
 
         self.name = grammar.kind
-        self._start = LLMatcher(tokenizer, _source(grammar), log_level=0)
+        try:
+            self._start = LLMatcher(tokenizer, _source(grammar), log_level=0)
+            error = self._start.get_error() if self._start.is_error() else None
+        except ValueError as too_deep:
+            error = str(too_deep)
+        if error is not None:
+            raise UsageError(f"the {grammar.kind} does not compile: {_reason(error)}", f"correct the {grammar.kind}")
         self._words = -(-tokenizer.vocab_size // 32)
-        if self._start.is_error():
-            reason = _reason(self._start.get_error())
-            raise UsageError(f"the {grammar.kind} does not compile: {reason}", f"correct the {grammar.kind}")
         allowed = self._allowed(self._start.deep_copy())
         # If no token can spell a forced byte, the mask has a token that the matcher then refuses.
         if allowed is None or not self._start.deep_copy().consume_token(int(allowed.argmax())):

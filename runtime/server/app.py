@@ -56,7 +56,7 @@ def create_app(runtime: Runtime, settings: ServerSettings) -> FastAPI:
     host_check = HostCheck(settings)
     app = FastAPI(
         title="redraft", version=__version__, openapi_url=None, docs_url=None, redoc_url=None,  # pages load scripts
-        dependencies=[Depends(host_check)],
+        dependencies=[Depends(host_check)], redirect_slashes=False,  # a redirect would go to any Host
     )  # fmt: skip
     app.state.service = service
     with_key = [Depends(KeyCheck(settings))]

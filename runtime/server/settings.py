@@ -66,6 +66,8 @@ class ServerSettings:
                 raise UsageError(f"{name} must be a positive number of seconds, not {value}")
         if not self.model_name:
             raise UsageError("a served model needs a name")
+        if not self.host:  # the system would take it for all addresses
+            raise UsageError("a server needs a host to listen on", "give one such as 127.0.0.1")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise UsageError("an API key has printable ASCII characters without spaces, at least one")
 

@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -134,3 +136,22 @@ def test_refusals_and_broken_connections_raise(runtime: Runtime) -> None:
         assert client.ask("/v1/completions", {"model": "toy", "prompt": "a", "max_tokens": 1})["choices"]
     with Client(url) as client, pytest.raises(BackendError, match="connection failed"):
         client.get("/health")
+
+
+def test_a_client_connects_again_if_the_server_closes_without_a_word() -> None:
+    class Closing(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+            self.close_connection = True
+
+    with HTTPServer(("127.0.0.1", 0), Closing) as server, Client(f"http://127.0.0.1:{server.server_port}") as client:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        try:
+            assert [client.get("/") for _ in range(3)] == ["{}"] * 3
+        finally:
+            server.shutdown()

@@ -58,5 +58,5 @@ def tool(url: str, model: str) -> dict[str, Any]:
         told = json.load(error)["error"]
         if error.code == 400 and told["param"] in ("tools", "tool_choice", "parallel_tool_calls"):
             pytest.skip(told["message"])
-        raise
+        pytest.fail(f"status {error.code}: {told['message']}")
     return TOOL

@@ -120,8 +120,9 @@ def test_forced_tokens_are_the_only_text() -> None:
     ("kind", "text", "problem"),
     [
         (JSON_SCHEMA, '{"type": "nothing"}', "the JSON schema does not compile: Invalid type: nothing"),
-        (JSON_SCHEMA, '{"type": "integer", "minimum": 2, "maximum": 1}', "minimum .2. is greater than maximum"),
+        (JSON_SCHEMA, '{"items":' * 199 + "{}" + "}" * 199, "schema does not compile: recursion limit exceeded"),
         (JSON_SCHEMA, "{", "the JSON schema is not JSON"),
+        (JSON_SCHEMA, "[" * 9999, "the JSON schema is not JSON: maximum recursion depth exceeded"),
         (JSON_SCHEMA, "[]", "a JSON schema is a JSON object"),
         (REGEX, "(", "the regular expression does not compile: .*regex parse error: unclosed group"),
         (REGEX, r"[^\s\S]", "no text matches the regular expression"),

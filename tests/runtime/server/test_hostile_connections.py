@@ -106,7 +106,7 @@ def statuses(answers: bytes) -> list[int]:
         (GET.replace(b"GET", b"DELETE") + END, 405),
         (GET.replace(b"GET", b"TRACE") + END, 405),
         (POST.replace(b"POST", b"GET") + END, 405),
-        (at(b"*"), 404), (at(b"//health"), 404),
+        (at(b"*"), 404), (at(b"//health"), 404), (at(b"/health/"), 404),
         (at(b"/v1/../health"), 404), (at(b"/health%00"), 404),
         (at(b"/%2e%2e/%2e%2e/etc/passwd"), 404), (at(b"/health\\..\\x"), 404),
         (at(b"/v1/models/..%2f..%2fetc%2fpasswd"), 404), (at(b"/v1/models/%ff%fe"), 404),

@@ -53,8 +53,8 @@ def test_requests_have_the_defaults_of_the_model(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"model_name": ""}, {"port": -1}, {"max_body_bytes": 0}, {"drain_timeout": 0}, {"request_timeout": float("nan")},
-     {"api_keys": ("a b",)}, {"api_keys": ("",)}],
+    [{"model_name": ""}, {"host": ""}, {"port": -1}, {"max_body_bytes": 0}, {"drain_timeout": 0},
+     {"request_timeout": float("nan")}, {"api_keys": ("a b",)}, {"api_keys": ("",)}],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

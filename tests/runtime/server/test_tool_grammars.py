@@ -201,6 +201,7 @@ def test_content_of_llama_does_not_begin_as_a_call() -> None:
         ({"properties": {"x": {"type": "string", "pattern": "("}}}, "regex parse error: unclosed group"),
         ({"$ref": "#/$defs/x"}, "Pointer '/$defs/x' does not exist"),
         ({"enum": ["é" * (33 << 10)]}, "at most 65536 are allowed"),
+        (json.loads('{"items":' * 199 + "{}" + "}" * 199), "recursion limit exceeded"),
     ],
 )
 def test_functions_that_no_grammar_holds_are_refused(parameters: dict[str, Any], reason: str) -> None:
