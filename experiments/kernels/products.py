@@ -51,7 +51,7 @@ def main() -> None:
     products = Products(BUILD / "libredraft_operators.so")
     if args.isa and not products.use(args.isa):
         parser.error(f"this CPU has no {args.isa}")
-    floors = _floors(products.isa)
+    floors = compiled_floors(products.isa)
     print(f"{products.isa}, ONNX Runtime {ort.__version__}")
     table = [["bits", "shape", "rows", "us", "of t(1)", "over_floor", "of_peak", "over_theirs"]]
     for bits, shape in product(args.bits, args.shapes):
@@ -68,7 +68,8 @@ def main() -> None:
     print(markdown_table(table))
 
 
-def _floors(isa: str) -> ctypes.CDLL:
+def compiled_floors(isa: str = "") -> ctypes.CDLL:
+    """Return the functions of products_floors.cpp, compiled for an instruction set of the products, or this CPU."""
     with tempfile.TemporaryDirectory() as folder:
         library, source = Path(folder) / "floors.so", Path(__file__).with_name("products_floors.cpp")
         flags = FLAGS.get(isa, ("-march=native",))
@@ -89,10 +90,10 @@ class Copies:
         matrix = BlockMatrix.random(np.random.default_rng(0), n, k, bits, BLOCK, zero_points=False)
         packed = products.pack(matrix)
         assert packed is not None
-        copies = _huge_pages(self.count * packed.memory.size).reshape(self.count, -1)
+        copies = huge_pages(self.count * packed.memory.size).reshape(self.count, -1)
         copies[:] = packed.memory
         self.packed = [Packed(packed.library, copy, n, k) for copy in copies]
-        self.session = _session(matrix, self.count)
+        self.session = product_session(matrix, self.count)
 
     def times(self, floors: ctypes.CDLL, rows: int, rounds: int) -> tuple[float, float, float, float]:
         """Return seconds of one product: ours, theirs, the read of its bytes, and the multiplications in registers."""
@@ -119,7 +120,7 @@ class Copies:
             floors.read_all(ctypes.c_void_p(packed.memory.ctypes.data), ctypes.c_int64(packed.memory.size // 8))
 
 
-def _huge_pages(size: int) -> NDArray[np.uint8]:
+def huge_pages(size: int) -> NDArray[np.uint8]:
     """Return memory in huge pages, if the system has them, as ONNX Runtime's weights are: small ones cost a third."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -133,8 +134,10 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.thread_time() - started
 
 
-def _session(matrix: BlockMatrix, copies: int) -> ort.InferenceSession:
-    """Return a session that multiplies x by each copy of the weights."""
+def product_session(
+    matrix: BlockMatrix, copies: int, threads: int = 1, library: Path | None = None
+) -> ort.InferenceSession:
+    """Return a session that multiplies x by each copy of the weights, with ONNX Runtime's kernel or a library's."""
     codes, scales, _ = matrix.stored()
     n, _, block = matrix.codes.shape
     given = {"b": codes, "scales": scales.reshape(-1)}
@@ -153,7 +156,9 @@ def _session(matrix: BlockMatrix, copies: int) -> ort.InferenceSession:
     model = helper.make_model(helper.make_graph(nodes, "products", [x], y, weights), opset_imports=opsets)
     model.ir_version = 10
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
