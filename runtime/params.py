@@ -302,9 +302,9 @@ def _biases(biases: object) -> tuple[tuple[int, float], ...]:
         raise UsageError(f"logit_bias must map token ids to numbers, not {biases!r:.80}") from None
     for token, bias in pairs:
         if abs(bias) > _LARGEST and isfinite(bias):
-            raise UsageError(f"the logit_bias of token {token} is {bias:g}, the largest is {_LARGEST:g}")
+            raise UsageError(f"logit_bias of token {token} is {bias:g}, the largest is {_LARGEST:g}")
         if not isfinite(bias):
-            raise UsageError(f"the logit_bias of token {token} is {bias}", "forbid a token with banned_tokens")
+            raise UsageError(f"logit_bias of token {token} is {bias}", "forbid a token with banned_tokens")
     return tuple(sorted(pairs))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from dataclasses import fields
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime.generation import RequestError
 from redraft.runtime.loop.scheduler import QueueFull, RequestOutput
+from redraft.runtime.params import SamplingParams
 
 _LOG = logging.getLogger("redraft.server")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
@@ -20,6 +22,7 @@ _PATH = re.compile(
     r"|(?<![\w/.<-])[\w.-]+/(?:[\w.-]+/[^\s'\",;:)]*[^\s'\",;:.)]|[\w.-]*\.[A-Za-z]\w*)"
 )
 """Texts that may be paths of the machine: absolute ones, and relative ones with two slashes or a suffix."""
+_NAMES = frozenset(one.name for one in fields(SamplingParams))
 _LONGEST = 600
 """Characters of a message or a name. A longer one repeats what the client sent."""
 
@@ -85,11 +88,12 @@ def fault(error: Exception, request: str) -> ApiError:
 
 
 def api_error(error: RedraftError) -> ApiError:
-    """Return the answer for an error of the runtime. It has no path of this machine."""
+    """Return the answer for an error of the runtime. It names a field that its message begins with, and no path."""
     if isinstance(error, QueueFull):
         return ApiError(429, without_paths(error.message), code="queue_full", retry_after=error.wait_seconds or 1)
     if isinstance(error, UsageError) and not isinstance(error, RequestError):
-        return wrong(without_paths(str(error)))
+        first = error.message.partition(" ")[0]
+        return wrong(without_paths(str(error)), first if first in _NAMES else None)
     return ApiError(500, str(error), code="request_failed")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redraft.errors import UsageError
 from redraft.runtime.controllers import ADAPTIVE
 from redraft.runtime.params import SEEDS, SamplingParams, SpeculationParams
-from redraft.runtime.server.errors import wrong
+from redraft.runtime.server.errors import api_error, wrong
 from redraft.runtime.server.fields import ChatRequest, CompletionRequest, SampledRequest
 from redraft.types import Budget
 
@@ -22,7 +22,6 @@ _SAME = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "ignore_eos",
 )  # fmt: skip
-_NAMES = frozenset(one.name for one in fields(SamplingParams))
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def job_of(request: ChatRequest | CompletionRequest, defaults: SamplingParams, m
     try:
         sampling = replace(defaults, **given)
     except UsageError as error:
-        raise named(error) from None
+        raise api_error(error) from None
     tenant, tells_steps = request.user, False
     if isinstance(request, ChatRequest) and request.redraft is not None:
         tells_steps = bool(request.redraft.steps)
@@ -75,12 +74,6 @@ def job_of(request: ChatRequest | CompletionRequest, defaults: SamplingParams, m
     return Job(
         sampling, _speculation(request), request.n or 1, request.priority or 0, tenant, request.cache_salt, tells_steps
     )  # fmt: skip
-
-
-def named(error: UsageError) -> Exception:
-    """Return the answer for a parameter that is wrong, with its name if the message begins with it."""
-    first = error.message.partition(" ")[0]
-    return wrong(str(error), first if first in _NAMES else None, "invalid_value")
 
 
 def _or(value: int | None, default: int) -> int:
@@ -117,10 +110,9 @@ def _schema(schema: dict[str, Any]) -> str:
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError:
-        raise wrong("logit_bias must map token ids to numbers", "logit_bias", "invalid_value") from None
+    if not all(token.isascii() and token.isdecimal() for token in biases):
+        raise wrong("logit_bias must map token ids to numbers", "logit_bias")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def _speculation(request: SampledRequest) -> SpeculationParams:

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from redraft.errors import UsageError
 from redraft.runtime.sampling.constraints import schema_error, schema_rule
-from redraft.runtime.server.errors import wrong
+from redraft.runtime.server.errors import api_error, wrong
 from redraft.runtime.server.fields import FunctionDefinition
-from redraft.runtime.server.parameters import MOST_SCHEMA_BYTES, Job, named
+from redraft.runtime.server.parameters import MOST_SCHEMA_BYTES, Job
 from redraft.runtime.server.tool_calls import NAME_CHARACTERS
 from redraft.runtime.server.tool_choice import CallRules
 from redraft.runtime.server.tool_formats import AnswerFormat, ToolFormat
@@ -38,7 +38,7 @@ def with_grammar(job: Job, rules: CallRules, form: AnswerFormat, tokenizer: Toke
     try:
         return replace(job, sampling=replace(job.sampling, grammar=call_grammar(rules, form, tokenizer)))
     except UsageError as error:
-        raise named(error) from None
+        raise api_error(error) from None
 
 
 def call_grammar(rules: CallRules, form: AnswerFormat, tokenizer: Tokenizer) -> str:
