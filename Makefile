@@ -109,7 +109,7 @@ kernels-cpu: install-dev
 
 # WORKERS processes run the tests, each all tests of a file; 0 runs them in this one, as a debugger needs it.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: install-dev kernels-cpu
 	$(PYTEST) -m 'not gpu and not deploy' $(ARGS)
 

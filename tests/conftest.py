@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
+from redraft.plugins.library import CPU_LIBRARY, Kernels
 from redraft.plugins.operators import OPERATORS_LIBRARY, OPERATORS_VARIABLE, Operators, find_operators
 from tests.little import Redraft, write_checkpoint
+from tests.plugins.builds import built
 
 # PyTorch's threads wait for each other by spinning. If another process needs a core, that takes twenty times as long as
 # sleeping. Read when PyTorch is imported, by this process and by commands that tests run.
@@ -43,6 +44,12 @@ PACKAGES = {
 
 
 Once = Callable[..., Path]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first, so that all processes end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")
@@ -109,19 +116,13 @@ def lyanna_bundle(once: Once) -> Path:
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
     """The kernels built for the CPU by `make kernels-cpu`. Skips only if no C++ compiler can build them."""
-    path = BUILD / CPU_LIBRARY
-    if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no C++ compiler here to build the kernels for the CPU")
-    return Kernels(path)
+    return Kernels(built(CPU_LIBRARY))
 
 
 @pytest.fixture(scope="session")
 def operators_library() -> Operators:
     """The operators built by `make operators`. Skips only if no C++ compiler can build them."""
-    path = BUILD / OPERATORS_LIBRARY
-    if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no C++ compiler here to build the operators")
-    found = find_operators({OPERATORS_VARIABLE: str(path)})
+    found = find_operators({OPERATORS_VARIABLE: str(built(OPERATORS_LIBRARY))})
     assert found is not None
     return found
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from redraft.plugins.library import BUILD
+
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "plugins" / "cpu"
 STRICT = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
@@ -34,11 +36,24 @@ def find_clang(folder: Path) -> str:
     return ""
 
 
+def cpp_compiler() -> str:
+    """Return the C++ compiler; skips without one."""
+    return find_compiler() or pytest.skip("needs a C++ compiler")
+
+
+def built(library: str) -> Path:
+    """Return a library of `make kernels-cpu`. Skips only if no C++ compiler can build it."""
+    path = BUILD / library
+    if not path.exists():
+        cpp_compiler()
+    return path
+
+
 def x86_compiler() -> str:
     """Return the C++ compiler; skips without one, and on other processors."""
-    if platform.machine() != "x86_64" or not (found := find_compiler()):
-        pytest.skip("needs a C++ compiler for x86-64")
-    return found
+    if platform.machine() != "x86_64":
+        pytest.skip("needs an x86-64 processor")
+    return cpp_compiler()
 
 
 def arm_tools() -> tuple[str, str]:

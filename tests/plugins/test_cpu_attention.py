@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from redraft.plugins.library import BUILD
-from redraft.plugins.operators import OPERATORS_LIBRARY, Operators
+from redraft.plugins.operators import OPERATORS_LIBRARY
 
 from .attention import (
     ISAS,
@@ -26,7 +25,6 @@ from .attention import (
     Refused,
     chain,
     literal,
-    literal_gate,
     random_call,
     random_form,
     random_tree,
@@ -66,22 +64,6 @@ TEXT_FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def attention(operators_library: Operators) -> Attention:
-    """The kernels of `make operators`."""
-    return Attention(operators_library.path)
-
-
-@pytest.fixture(params=ISAS)
-def used(request: pytest.FixtureRequest, attention: Attention) -> Iterator[Attention]:
-    """The library with one instruction set in use, then again with the best."""
-    best = attention.isa
-    if not attention.use(request.param):
-        pytest.skip(f"this CPU has no {request.param}")
-    yield attention
-    attention.use(best)
-
-
 def assert_right(attention: Attention, call: Call, tolerance: float = 4e-6) -> None:
     """Fail unless out is near to float64's, and the caches have the new rows and are otherwise as before."""
     out, *caches = attention.attend(call)
@@ -105,13 +87,13 @@ def test_against_float64(attention: Attention, heads: tuple[int, int], head_dim:
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
-def test_every_head_size_and_tile(used: Attention, head_dim: int) -> None:
+def test_every_head_size_and_tile(used_attention: Attention, head_dim: int) -> None:
     """Chunks of a few tiles, the last one with any number of rows."""
     rng = np.random.default_rng(head_dim)
     form = random_form(rng, (head_dim // 16, 1), head_dim, rotation="half")
     trees = (random_tree(rng, 5 + head_dim // 16), chain(50 - head_dim // 8))
     call = random_call(rng, form, (250, 30), trees)
-    assert_right(used, call)
+    assert_right(used_attention, call)
 
 
 def test_trees_of_several_tiles(attention: Attention) -> None:
@@ -143,20 +125,20 @@ def _defined(features: str) -> tuple[Call, Floats]:
 
 
 @pytest.mark.parametrize("features", FEATURES)
-def test_the_definition(used: Attention, features: str) -> None:
+def test_the_definition(used_attention: Attention, features: str) -> None:
     call, expected = _defined(features)
-    check_equal(used.attend(call)[0], expected)
+    check_equal(used_attention.attend(call)[0], expected)
 
 
-def test_subnormal_keys_and_values(used: Attention) -> None:
+def test_subnormal_keys_and_values(used_attention: Attention) -> None:
     """Of fp16. A processor's setting for subnormal numbers does not matter."""
     rng = np.random.default_rng(11)
     form = random_form(rng, (6, 2), 48, scale=1e10, cache=np.float16)
     call = random_call(rng, form, (250,), (random_tree(rng, 12),), magnitude=1e-5)
-    check_equal(used.attend(call)[0], literal(call))
+    check_equal(used_attention.attend(call)[0], literal(call))
 
 
-def test_every_number_in_fp16(used: Attention) -> None:
+def test_every_number_in_fp16(used_attention: Attention) -> None:
     """Values as they are stored and read: all numbers in fp16, and those at and next to the middle of two of them."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     halves = np.sort(halves[np.isfinite(halves)]).astype(np.float32)
@@ -169,7 +151,7 @@ def test_every_number_in_fp16(used: Attention) -> None:
     shape = 1, 1, len(values), 256
     caches = [np.zeros(shape, np.float16) for _ in range(2)]
     rows = np.concatenate([np.ones((len(values), 512), np.float32), values], axis=1)
-    out, _, stored = used.attend(Call(form, rows, *caches, (0,), ((-1,) * len(values),)))
+    out, _, stored = used_attention.attend(Call(form, rows, *caches, (0,), ((-1,) * len(values),)))
     expected = np.clip(values, -65504, 65504).astype(np.float16)
     assert stored.tobytes() == expected.tobytes()
     assert np.array_equal(out, expected.astype(np.float32))
@@ -193,20 +175,6 @@ def test_every_instruction_set_gives_the_same_bits(attention: Attention, count: 
     for others in found[1:]:
         for call, other in zip(found[0], others, strict=True):
             assert all(a.tobytes() == b.tobytes() for a, b in zip(call, other, strict=True))
-
-
-@pytest.mark.parametrize("n", [1, 3, 16, 37, 1536])
-def test_gates(used: Attention, n: int) -> None:
-    """Numbers of every size, infinities and NaNs, which reach no other number."""
-    rng = np.random.default_rng(n)
-    x = (rng.standard_normal((5, 2 * n)) * 10.0 ** rng.integers(-30, 3, (5, 2 * n))).astype(np.float32)
-    x[3] = rng.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 88.0, -104.0, 1e-40], np.float32), 2 * n)
-    factors = rng.uniform(0.5, 2, n).astype(np.float32)
-    check_equal(used.gate(x), literal_gate(x))
-    check_equal(used.gate(x, factors), literal_gate(x, factors))
-    x = np.clip(x[:3], -80, 80)
-    g, u = np.split(x.astype(np.float64), 2, axis=1)
-    np.testing.assert_allclose(used.gate(x), g / (1 + np.exp(-g)) * u, rtol=1e-6, atol=1e-37)
 
 
 class Text:
@@ -312,18 +280,18 @@ NANS = (0x7FC00000, 0x7FC00001, 0xFFFFFFFF)
     ids=["plain", "features", "fp16"],
 )
 @pytest.mark.parametrize("bits", NANS, ids=hex)
-def test_nan_reaches_only_the_rows_that_see_it(used: Attention, features: dict[str, Any], bits: int) -> None:
+def test_nan_reaches_only_the_rows_that_see_it(used_attention: Attention, features: dict[str, Any], bits: int) -> None:
     """One number of a node's q or k, a node's v, or one of a committed row of a cache. Other rows keep every bit."""
     rng, nan = np.random.default_rng(7), np.uint32(bits).view(np.float32)
     form = random_form(rng, (4, 2), 32, **features)
     for tree in (chain(40), random_tree(rng, 40)):
         call = random_call(rng, form, (250, 260), (tree, chain(2)))
-        before = used.attend(call)[0]
+        before = used_attention.attend(call)[0]
 
         def check(changed: Call, see: list[int], before: Floats = before) -> None:
             expected = before.copy()
             expected[see] = np.nan
-            check_equal(used.attend(changed)[0], expected)
+            check_equal(used_attention.attend(changed)[0], expected)
 
         for part, node in product("qkv", (0, 4, 20, 39)):
             rows = call.rows.copy()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from .builds import cpp_compiler
 
 ROOT = Path(__file__).parents[2]
 THREADS = 64
@@ -19,12 +20,9 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here to build the kernels for the CPU")
     program = tmp_path_factory.mktemp("shim") / "shim_test"
     sources = [ROOT / "tests" / "plugins" / "shim_test.cpp", ROOT / "plugins" / "cpu" / "cuda_on_cpu.cpp"]
-    subprocess.run([compiler, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", *sources, "-o", program], check=True)
+    subprocess.run([cpp_compiler(), "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", *sources, "-o", program], check=True)
 
     def start(name: str, order: int = 0) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run([program, name, str(order)], capture_output=True, check=False, timeout=60)

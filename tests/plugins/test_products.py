@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft.plugins.library import BUILD
+from redraft.plugins.operators import OPERATORS_LIBRARY
 from tests.conftest import Once
 
 from . import products as checks
-from .builds import AVX2, CPU, ROOT, SANITIZERS, arm_tools, build_kernels, find_compiler, x86_compiler
+from .builds import AVX2, CPU, ROOT, SANITIZERS, arm_tools, build_kernels, built, x86_compiler
 from .products import BLOCKS, ISAS, BlockMatrix, Products, check_equal, reference
 
 SOURCES = CPU / "products"
@@ -30,11 +30,8 @@ ARM = {"i8mm": "i8mm", "dot": "dotprod"}
 
 @pytest.fixture(scope="module")
 def products() -> Products:
-    """The library of `make kernels-cpu`. Skips only if no C++ compiler can build it."""
-    path = BUILD / "libredraft_operators.so"
-    if not path.exists() and not find_compiler():
-        pytest.skip("no C++ compiler here to build the products")
-    return Products(path)
+    """The library of `make operators`."""
+    return Products(built(OPERATORS_LIBRARY))
 
 
 @pytest.fixture(params=ISAS)

@@ -29,7 +29,7 @@ from redraft.types import Budget, DraftTree, OfferKind, Tree
 from tests.runtime.devices import cpu_device, open_over
 from tests.runtime.drafts import DRAFTER, LIMITS, MAKER, planned_batch, sequence
 from tests.runtime.fakes import FakeEngine, fake_verifier
-from tests.runtime.loop.test_decode_loop import Wide, loop_of, request
+from tests.runtime.loop.loops import Wide, loop_of, request
 from tests.runtime.lyanna_bundle import PROMPTS, STEPS, lyanna_of
 
 Open = Callable[..., Runtime]
