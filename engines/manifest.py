@@ -19,7 +19,7 @@ from redraft.names import TOKEN_IDS, VERIFIER, TensorSpec, WeightRef, drafter_gr
 from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from redraft.errors import KernelError
-from redraft.names import CPU_TREE_ATTENTION
+from redraft.names import CPU_TREE_ATTENTION, PRODUCTS, SILU_GATE
 from redraft.plugins.library import BUILD
 
 OPERATORS_VARIABLE = "REDRAFT_OPERATORS"
@@ -24,7 +24,7 @@ OPERATORS_LIBRARY = "libredraft_operators.so"
 PACKAGED = Path(__file__).parent
 """Folder of a wheel's library."""
 OPERATORS_HINT = "run `make operators` in a checkout, or reinstall the package where g++ is"
-OPERATOR_NAMES = ("MatMulNBits", CPU_TREE_ATTENTION)
+OPERATOR_NAMES = (*PRODUCTS, CPU_TREE_ATTENTION, SILU_GATE)
 """Types of the nodes that it computes."""
 _INTERFACES = 2, 3
 """Numbers of the C entries of products, and of attention and gates."""

@@ -22,7 +22,7 @@ CHUNK_SHARE, LONG_SHARE = 1.0, 1.6
 long ones. The gap between their tokens is then about 2 and 2.6 times the usual one, and a prompt beside them takes at
 least 2 and 1.6 times as long as alone: gaps count most where prompts are many, and the prompt does where it is long."""
 LONG_PROMPT = 512
-"""Tokens from which on a prompt is long."""
+"""Tokens whose rows are not cached from which on a prompt is long."""
 LEAST_CHUNK, CHUNK_MULTIPLE = 8, 2
 """Prompt rows of a step, at least, and their multiple. Fewer would take nearly as long, and a call of a new size takes
 a millisecond to prepare."""
@@ -351,7 +351,7 @@ class Scheduler:
         """Return the prompt rows of a step. If nobody waits for its end, it is a whole chunk."""
         if not self.slots.running or self._row_ms is None or not self._verified_ms:
             return PREFILL_CHUNK if not self.slots.running else LEAST_CHUNK
-        is_long = any(len(request.tokens) >= LONG_PROMPT for request in self.slots.filling)
+        is_long = any(len(one.tokens) - one.cached_tokens >= LONG_PROMPT for one in self.slots.filling)
         allowed_ms = (LONG_SHARE if is_long else CHUNK_SHARE) * self._verified_ms
         rows = int(allowed_ms / max(self._row_ms, 1e-6)) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
         return min(max(rows, LEAST_CHUNK), PREFILL_CHUNK)

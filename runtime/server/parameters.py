@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ COMPLETION_TOKENS = 16
 """Most tokens of a completion that says nothing, as in OpenAI's reference."""
 MOST_SCHEMA_BYTES = 64 << 10
 """Of a JSON schema. Larger ones may take seconds to compile."""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "ignore_eos",
@@ -110,7 +112,7 @@ def _schema(schema: dict[str, Any]) -> str:
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
-    if not all(token.isascii() and token.isdecimal() for token in biases):
+    if not all(map(_TOKEN_ID.fullmatch, biases)):
         raise wrong("logit_bias must map token ids to numbers", "logit_bias")
     return {int(token): bias for token, bias in biases.items()}
 

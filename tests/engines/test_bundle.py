@@ -101,7 +101,7 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema_version=1), "expected schema version 10, found 1"),
+        (lambda m: m.update(schema_version=1), "expected schema version 11, found 1"),
         (lambda m: m.update(colour="red"), "manifest: unknown key colour"),
         (lambda m: m["shape"].update(layers="2"), "manifest: shape.layers must be a whole number, not '2'"),
         (lambda m: m["files"].update({"../x": {"size": 1, "sha256": ""}}), "file name '../x' leaves the bundle"),

@@ -12,9 +12,13 @@ inline thread_local uint8_t tiles[8][16][64];
 
 }  // namespace emulated
 
-static inline void begin_tiles(const TileShapes &shapes) { emulated::shapes = shapes; }
+static inline TileShapes begin_tiles(const TileShapes &shapes) {
+  const TileShapes before = emulated::shapes;
+  emulated::shapes = shapes;
+  return before;
+}
 
-static inline void end_tiles() { emulated::shapes = {}; }
+static inline void end_tiles(const TileShapes &before) { emulated::shapes = before; }
 
 template <int kTile>
 static void zero_tile() {

@@ -75,7 +75,7 @@ int main() {
     if (redraft_products_use(isa) != 0) continue;
     for (int bits = 4; bits <= 8; bits += 4) {
       for (int block = 16; block <= 256; block *= 2) {
-        for (int64_t rows = 1; rows < 10; ++rows) {
+        for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 34}) {
           if (!equals_scalar(isa, bits, block, rows, rows % 2 == 0)) return 1;
         }
       }

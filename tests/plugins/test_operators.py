@@ -145,6 +145,10 @@ def test_a_summed_product_appends_the_sums_of_blocks(
     for rows in (1, 40, 3):
         (found,) = product.run(None, {"A": x[:rows]})
         assert found.tobytes() == expected[:rows].tobytes()
+    x[1, 0] = np.inf
+    (found,) = product.run(None, {"A": x})
+    assert np.isnan(found[1]).all()
+    assert np.delete(found, 1, 0).tobytes() == np.delete(expected, 1, 0).tobytes()
     with pytest.raises(Exception, match=f"A: expected a last dimension of {inputs}, found {k}"):
         product.run(None, {"A": activations(2, k)})
 

@@ -27,9 +27,11 @@ struct Amx : Zmm {
         shapes.rows[number] = static_cast<uint8_t>(number < 4 ? rows : unit / 4);
         shapes.bytes[number] = static_cast<uint16_t>(number / 2 == 1 ? unit : kLine);
       }
-      begin_tiles(shapes);
+      before = begin_tiles(shapes);
     }
-    ~Registers() { end_tiles(); }
+    ~Registers() { end_tiles(before); }
+
+    TileShapes before;
   };
 };
 

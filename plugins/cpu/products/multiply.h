@@ -140,6 +140,7 @@ void write(const float (&found)[kCount], const float *bias, int64_t columns, flo
 template <class Isa, int kBits>
 void multiply_panel(const Packed &m, const uint8_t *scratch, const Groups &groups, int64_t begin, int64_t end,
                     const float *bias, float *y, int64_t first, int64_t last) {
+  if (first == last) return;
   const Multiply<Isa> smaller = function_for<Isa, kBits>(groups.size, m.block);
   const Multiply<Isa> larger = function_for<Isa, kBits>(groups.size + 1, m.block);
   const int64_t bytes = row_bytes<typename Isa::template Input<kBits>>(m);

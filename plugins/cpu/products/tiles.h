@@ -21,9 +21,21 @@ struct alignas(64) TileShapes {
 
 namespace {
 
-inline void begin_tiles(const TileShapes &shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
+// Returns the thread's shapes, which may be another library's.
+inline TileShapes begin_tiles(const TileShapes &shapes) {
+  TileShapes before;
+  __asm__ volatile("sttilecfg %0" : "=m"(before));
+  __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+  return before;
+}
 
-inline void end_tiles() { __asm__ volatile("tilerelease"); }
+inline void end_tiles(const TileShapes &before) {
+  if (before.palette != 0) {
+    __asm__ volatile("ldtilecfg %0" : : "m"(before));
+  } else {
+    __asm__ volatile("tilerelease");
+  }
+}
 
 template <int kTile>
 void zero_tile() {

@@ -96,6 +96,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None]]] = {
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"5_0": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"stop": ""}, None),
