@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.little import Redraft
 
 from redraft.bench import load, long_prompts
 from redraft.engines.manifest import Manifest
+from redraft.runtime.loop.decode_loop import DecodeLoop
 
 SHORT = ("--max-new-tokens", "6", "--ignore-eos", "--threads", "1")
 
@@ -65,8 +67,11 @@ def test_a_rate_adds_the_queue(run: Run, redraft: Redraft, bundle: Path, prompts
 
 
 def test_long_prompts_have_a_table_of_their_own(
-    run: Run, redraft: Redraft, bundle: Path, long: Path, tmp_path: Path
+    run: Run, redraft: Redraft, bundle: Path, long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Steps sleep for a moment: else requests may fill the context before this thread hears of their outputs."""
+    step = DecodeLoop.step
+    monkeypatch.setattr(DecodeLoop, "step", lambda loop: (time.sleep(0.002), step(loop))[1])
     given = ("bench", "--engines", bundle, "--prompts", long, *SHORT, "--methods", "none", "--batch", "1,2",
              "--long-prompts", "32")  # fmt: skip
     found = run(*given, "--report", tmp_path / "page")

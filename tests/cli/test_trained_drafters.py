@@ -112,7 +112,7 @@ def test_drafters_are_built_with_their_options(built: dict[str, Any]) -> None:
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_texts_are_the_verifiers(built: dict[str, Any], device: str | None) -> None:
     """Greedy and sampled, on the host and over step graphs."""
-    budget = None if device is None else Budget(6, 3, 2)
+    budget = Budget(6, 3, 2)  # costs would decide how much is drafted
     methods = [*BUILT, "ngram+medusa", "ngram+steered"]
     with Runtime.open(built["bundle"], threads=1, device=device, verify=False) as runtime:
         ways = [SpeculationParams(method, budget=budget) for method in methods]
@@ -121,10 +121,7 @@ def test_texts_are_the_verifiers(built: dict[str, Any], device: str | None) -> N
             plain, *drafted = runtime.generate(["abc"] * (1 + len(ways)), params, [SpeculationParams("none"), *ways])
             assert {text.token_ids for text in drafted} == {plain.token_ids}
             for method, text in zip(methods, drafted, strict=True):
-                if device is None:  # costs decide how much is drafted
-                    assert text.metrics.num_spec_steps > 0, method
-                else:
-                    assert text.metrics.num_draft_tokens > (20 if method in ("medusa", "eagle") else 0), method
+                assert text.metrics.num_draft_tokens > (20 if method in ("medusa", "eagle") else 0), method
 
 
 def test_published_accuracies_are_those_of_the_last_evaluation(trained: Path) -> None:
