@@ -4,6 +4,7 @@ redraft::TreeAttention        -> products and a softmax, any batch (`batch`), of
                                  com.microsoft.GroupQueryAttention, one sequence, rotation inside it (`single`)
                                  redraft's own kernel, any batch, rotation inside it (`operators`)
 Split, Sigmoid, Mul, Mul      -> redraft::SiluGate, with redraft's operators only
+Concat of x and sums, product -> redraft::SummedProduct, with redraft's operators only
 redraft::AddNoise             -> the hash in int32, skipped if no sequence of a call has noise
 Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
 
