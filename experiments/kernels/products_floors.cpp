@@ -20,7 +20,7 @@ uint64_t read_all(const uint64_t *from, int64_t words) {
   return found[0];
 }
 
-// Multiplies and adds `rounds` times in 12 registers, as the kernel for `bits` does. Returns the multiplications of a
+// Multiplies and adds `rounds` times in registers, as the kernel for `bits` does. Returns the multiplications of a
 // round, or 0 if it has none for this machine.
 int64_t multiply_all(int bits, int64_t rounds) {
 #if defined(__AVX512VNNI__)
@@ -40,19 +40,19 @@ int64_t multiply_all(int bits, int64_t rounds) {
   for (auto &sum : sums) __asm__ volatile("" : : "x"(sum));
   return 12 * 32;
 #elif defined(__AVX2__)
-  __m256i sums[12], a = _mm256_set1_epi32(bits), b = a;
-  for (auto &sum : sums) sum = a;
-  for (int64_t i = 0; i < rounds; ++i) {
-    for (auto &sum : sums) {
-      __m256i product;
-      if (bits == 8) {
-        __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
-      } else {
-        __asm__("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
-      }
-    }
+  // The registers by name: the compiler keeps a sum in memory, which then sets the pace.
+#define REDRAFT_SUMS(multiply, add)                                                                                    \
+  __asm__ volatile(".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11\n\t" multiply " %%ymm13, %%ymm14, %%ymm12\n\t" add    \
+                   " %%ymm12, %%ymm\\n, %%ymm\\n\n\t.endr"                                                             \
+                   :                                                                                                   \
+                   :                                                                                                   \
+                   : "ymm0", "ymm1", "ymm2", "ymm3", "ymm4", "ymm5", "ymm6", "ymm7", "ymm8", "ymm9", "ymm10", "ymm11", \
+                     "ymm12")
+  if (bits == 8) {
+    for (int64_t i = 0; i < rounds; ++i) REDRAFT_SUMS("vpmaddwd", "vpaddd");
+  } else {
+    for (int64_t i = 0; i < rounds; ++i) REDRAFT_SUMS("vpmaddubsw", "vpaddw");
   }
-  for (auto &sum : sums) __asm__ volatile("" : : "x"(sum));
   return 12 * (bits == 8 ? 16 : 32);
 #else
   return bits * rounds * 0;

@@ -84,7 +84,7 @@ class LimitedHeaders(HttpToolsProtocol):
 
 class DrainingServer(uvicorn.Server):
     """Runs the application until SIGTERM or SIGINT. Then it takes no new requests, and running ones have
-    `drain_timeout` seconds to end. A second signal ends it at once."""
+    `drain_timeout` seconds to end. A second signal ends these at once, a third one the process."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings, started: Callable[[str], None]) -> None:
         """started: called with the server's URL once it listens."""
@@ -109,11 +109,14 @@ class DrainingServer(uvicorn.Server):
         self._started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; end at once if it drains already."""
-        if self.service.draining:
+        """Begin to drain. If it drains already, end the time of running requests; if that is over, end at once."""
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._drain_seconds
+        elif now < self._deadline:
+            self._deadline = now
+        else:
             self.should_exit = self.force_exit = True
-            return
-        self._deadline = time.monotonic() + self._drain_seconds
         self.service.draining = True
 
     async def on_tick(self, counter: int) -> bool:

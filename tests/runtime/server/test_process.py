@@ -159,16 +159,20 @@ def test_a_server_that_is_told_to_stop_ends_running_requests() -> None:
         assert answer.json()["usage"]["completion_tokens"] == 30
 
 
-def test_a_server_that_is_told_to_stop_waits_only_so_long() -> None:
+@pytest.mark.parametrize(("seconds", "signals"), [(0.1, 1), (60, 2)])
+def test_a_server_that_is_told_to_stop_waits_only_so_long_or_until_it_is_told_again(
+    seconds: float, signals: int
+) -> None:
     def slow(tokens: list[int]) -> int:
         time.sleep(0.05)
         return 97
 
-    with toy(slow) as runtime, ThreadPoolExecutor(1) as pool, listening(runtime, drain_timeout=0.1) as (url, server):
+    with toy(slow) as runtime, ThreadPoolExecutor(1) as pool, listening(runtime, drain_timeout=seconds) as (url, server):
         asked = {"model": "toy", "prompt": "abc", "max_tokens": 190, "speculative_config": False}
         running = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=WAIT)
         wait_until(lambda: runtime.health.requests == 1)
-        server.handle_exit(signal.SIGTERM, None)
+        for _ in range(signals):
+            server.handle_exit(signal.SIGTERM, None)
         assert error_of(running.result(WAIT), 503)["code"] == "shutting_down"
 
 
