@@ -248,7 +248,7 @@ class Runtime:
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None, *,
         priority: int = 0, timeout: float | None = None, first_token_timeout: float | None = None,
         tenant: str | None = None, cache_salt: str | None = None, on_output: Listener | None = None,
-        keep_trees: bool = False,
+        keep_trees: bool = False, written: Sequence[int] = (),
     ) -> Submission:  # fmt: skip
         """Begin to continue `prompt`, beside all other requests. May be called from any thread.
 
@@ -259,6 +259,8 @@ class Runtime:
         cache_salt: only requests of equal salts share the rows of equal prefixes.
         on_output:  called in the loop's thread with each step's output. It must return soon, and may submit and abort.
         keep_trees: the trees of its steps are read later (`RequestOutput.step`), so those on a device are copied.
+        written:    tokens that an equal request had when it was interrupted, here or elsewhere. The text goes on after
+                    them as it would have: to the bit if `exact` and accepted by coupling, as is the default.
         Raises UsageError as `generate` does, and QueueFull if `max_waiting` requests wait already.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -270,7 +272,7 @@ class Runtime:
             if key is not None and not isinstance(key, str):
                 raise UsageError(f"{name} must be a text, not {key!r}")
         now = time.monotonic()
-        (submission,) = self._prepared([prompt], params, speculation, listener=on_output)
+        (submission,) = self._prepared([prompt], params, speculation, listener=on_output, written=written)
         request = submission.request
         request.priority, request.salt = priority, cache_salt
         request.turn = tenant if tenant is not None else request.tenant
@@ -414,12 +416,12 @@ class Runtime:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         speculation: str | SpeculationParams | Sequence[str | SpeculationParams] | None,
         forced: Acceptance | None = None, record_logit_margins: bool = False, trace: IO[str] | None = None,
-        listener: Listener | None = None,
+        listener: Listener | None = None, written: Sequence[int] = (),
     ) -> list[Submission]:  # fmt: skip
         """Return submissions that have not begun. Raises UsageError, BundleError and BackendError."""
         self._check_open()
         given = parameters_of(params, speculation, len(prompts))
-        requests = self.requests(prompts, given, forced, record_logit_margins)
+        requests = self.requests(prompts, given, forced, record_logit_margins, written)
         if trace is not None:
             writer = TraceWriter(trace, self.costs.table_ms(1))
             for request in requests:
@@ -427,7 +429,9 @@ class Runtime:
         return [
             Submission(
                 request, self.tokenizer,
-                Detokenizer(self.tokenizer, request.tokens, own.stop, own.min_tokens, own.kept_tokens),
+                Detokenizer(
+                    self.tokenizer, request.tokens[: request.prompt_length], own.stop, own.min_tokens, own.kept_tokens
+                ),
                 self._thread, forced is not None, listener,
             )
             for request, (own, _) in zip(requests, given, strict=True)
@@ -435,7 +439,7 @@ class Runtime:
 
     def requests(
         self, prompts: Sequence[Prompt], given: Sequence[Parameters], forced: Acceptance | None = None,
-        record_logit_margins: bool = False,
+        record_logit_margins: bool = False, written: Sequence[int] = (),
     ) -> list[Request]:  # fmt: skip
         """Return requests for a decode loop. Steps pause only while a drafter is opened or measured."""
         if self.verifier.cold and not self._thread.loop.scheduler.slots.used:
@@ -443,7 +447,7 @@ class Runtime:
                 pass
         if self._speculation.replaced:
             self._release_drafters()
-        requests = self._requests.make(prompts, given, forced, record_logit_margins, self._pause)
+        requests = self._requests.make(prompts, given, forced, record_logit_margins, self._pause, written)
         for request in requests:
             self._thread.loop.scheduler.check(request)
         return requests

@@ -28,6 +28,7 @@ class Generation:
     logit_margins: lead of each token's logit over the second largest, if the caller asked for it. Above temperature 0,
                    of its logit over temperature with noise.
     logprobs:      log probability of each token, if the request asked for them (`redraft.runtime.sampling.truncation`).
+    These two and the metrics are of the tokens after those that a resumed request had.
     cached_tokens: prompt tokens whose rows an earlier request had computed.
     error:         why the request failed after these tokens, with the finish reason `error`.
     drafting_error: why it went on without drafts, if its drafter failed. Its text is the same.
@@ -65,16 +66,17 @@ def generation_of(request: Request, tokenizer: Tokenizer, synthetic: bool = Fals
             text.push(token)
     assert request.finish_reason is not None
     waited = max(request.first_token - request.started, 0.0)
-    began = request.began if tokens else request.ended  # nothing was decoded
+    made = len(tokens) - request.resumed
+    began = request.began if made else request.ended  # nothing was decoded
     logit_margins, logprobs = request.sampler.logit_margins, request.sampler.logprobs
     return Generation(
         text=LABEL + text.text if synthetic else text.text,
         token_ids=tuple(tokens),
         finish_reason=request.finish_reason,
         prompt_tokens=request.prompt_length,
-        metrics=summarise(request.counters, began, request.ended, len(tokens), waited, synthetic),
-        logit_margins=None if logit_margins is None else tuple(logit_margins[: len(tokens)]),
-        logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
+        metrics=summarise(request.counters, began, request.ended, made, waited, synthetic),
+        logit_margins=None if logit_margins is None else tuple(logit_margins[:made]),
+        logprobs=None if logprobs is None else tuple(logprobs[:made]),
         error=request.error,
         cached_tokens=request.cached_tokens,
         drafting_error=request.drafting_error,

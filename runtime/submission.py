@@ -49,6 +49,9 @@ class Submission:
         self._added = False
         self._synthetic = synthetic
         self._listener = listener
+        for token in request.new_tokens:  # of a resumed request
+            text.push(token)
+        text.take()
         self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._lock = threading.Lock()

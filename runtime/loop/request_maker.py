@@ -64,17 +64,20 @@ class RequestMaker:
 
     def make(
         self, prompts: Iterable[Prompt], parameters: Sequence[Parameters], forced: Acceptance | None,
-        record_logit_margins: bool, pause: Pause,
+        record_logit_margins: bool, pause: Pause, written: Sequence[int] = (),
     ) -> list[Request]:  # fmt: skip
         """Return a request for each prompt. Raises UsageError, BundleError and BackendError.
 
-        pause: as in `SpeculationFactory.create`.
+        pause: as in `SpeculationFactory.create`.   written: tokens that each request has already.
         """
+        if written:
+            self._check_vocabulary(written, "written text")
         keys = [(how, params.constraint is not None) for params, how in parameters]
         speculations = {key: self.speculation.create(*key, forced, pause) for key in dict.fromkeys(keys)}
         requests = []
         for prompt, (params, how), key in zip(prompts, parameters, keys, strict=True):
             request = self._request(self.encode(prompt), params, forced, record_logit_margins)
+            request.resume(written)
             request.speculation, request.tenant = speculations[key], how.tenant
             if how.prediction is not None:
                 self.speculation.predicted.predict(request, self._encode_prediction(how.prediction))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,6 +30,7 @@ class Request:
 
     tokens:         prompt and committed tokens.
     prompt_length:  number of prompt tokens.
+    resumed:        number of committed tokens that it began with (`resume`).
     limit:          largest length of `tokens`: the prompt and max_tokens, or the context.
     stop_tokens:    end-of-sequence ids; `tokens` includes the one that ends the text.
     text:           the text so far, if it has stop strings or keeps special tokens; otherwise None.
@@ -60,6 +61,7 @@ class Request:
     sampler: Sampler
     text: Detokenizer | None = None
     noise: DraftNoise = NO_NOISE
+    resumed: int = 0
     num_computed_tokens: int = 0
     cached_tokens: int = 0
     slot: int = -1
@@ -108,6 +110,18 @@ class Request:
         """Rows to compute before it decodes: those of all tokens but the last, which is a tree's root."""
         return len(self.tokens) - 1 - self.num_computed_tokens
 
+    def resume(self, written: Sequence[int]) -> None:
+        """Begin after the tokens that an equal request had when it was interrupted, to go on with its text.
+
+        Raises UsageError if these end the text.
+        """
+        if written:
+            self.sampler.resume(self.tokens)
+            self._append(written)
+            self.resumed = len(self.new_tokens)
+        if self.finish_reason is not None:
+            raise UsageError(f"the text ends with the written token {self.resumed}", "there is nothing to resume")
+
     def verify(self, logits: FloatArray, tree: Tree) -> Outcome:
         """Let the sampler choose. Its outcome has an error if it raises: this request fails, and no other.
 
@@ -129,7 +143,9 @@ class Request:
             self.num_computed_tokens += 1 + len(outcome.path)
         if not self.first_token:
             self.first_token = time.perf_counter()
-        kept = self._append(outcome)
+        kept = self._append(outcome.tokens)
+        if outcome.error is not None and self.finish_reason is None:
+            self.fail(outcome.error)
         self.counters.count(len(tree) - 1, min(kept, len(outcome.path)))
         return kept
 
@@ -144,9 +160,9 @@ class Request:
         self.speculation = self.plain
         self.drafting.clear()
 
-    def _append(self, outcome: Outcome) -> int:
-        """Add tokens until one ends the text, or the request fails after them. Returns the number added."""
-        for count, token in enumerate(outcome.tokens, 1):
+    def _append(self, tokens: Sequence[int]) -> int:
+        """Add tokens until one ends the text. Returns the number added."""
+        for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             stopped = token in self.stop_tokens or (self.text is not None and self.text.push(token))
             if stopped:
@@ -155,9 +171,7 @@ class Request:
             if len(self.tokens) >= self.limit:
                 self.finish_reason = "length"
                 return count
-        if outcome.error is not None:
-            self.fail(outcome.error)
-        return len(outcome.tokens)
+        return len(tokens)
 
 
 def as_redraft_error(error: BaseException, what: str) -> RedraftError:

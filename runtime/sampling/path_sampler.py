@@ -85,6 +85,9 @@ class PathSampler(Sampler):
         ):
             self.device_temperature = max(params.temperature, LEAST_TEMPERATURE)
 
+    def resume(self, prompt: Sequence[int]) -> None:
+        self._advance(prompt)
+
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Choose and accept tokens down the tree. If that fails at a node, the outcome has the error."""
         ids, parents = tree.tokens.tolist(), tree.parents.tolist()

@@ -34,6 +34,9 @@ class Sampler(ABC):
         A request's sampler is called for every one of its tokens, the first time with the prompt.
         """
 
+    def resume(self, prompt: Sequence[int]) -> None:  # noqa: B027 (some have no state)
+        """Take the prompt, for a request that is first called with more tokens. It has no values of these."""
+
 
 @runtime_checkable
 class OverTokens(Protocol):
@@ -69,6 +72,9 @@ class Greedy(Sampler):
         self._prompt_length = 0
         self.logit_margins = [] if record_logit_margins else None
         self.device_temperature = 0.0 if type(self) is Greedy and not record_logit_margins else None
+
+    def resume(self, prompt: Sequence[int]) -> None:
+        self._prompt_length = len(prompt)
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Accept the nodes that are their parents' likeliest tokens, and record logit margins if requested.
