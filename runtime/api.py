@@ -19,7 +19,7 @@ from redraft.runtime.controllers.experience import Gain
 from redraft.runtime.drafters.synthetic import Acceptance
 from redraft.runtime.generation import Generation, RequestError, keep_tree
 from redraft.runtime.loop.decode_loop import DecodeLoop, Health
-from redraft.runtime.loop.request_maker import Parameters, Prompt, RequestMaker, parameters_of
+from redraft.runtime.loop.request_maker import Parameters, Prompt, RequestMaker, parameters_of, reader_of
 from redraft.runtime.loop.speculation import SpeculationFactory, check_options
 from redraft.runtime.loop.thread import LoopThread
 from redraft.runtime.observe.trace import TraceWriter
@@ -30,7 +30,7 @@ from redraft.runtime.steps.exactness import settle_exactness
 from redraft.runtime.steps.measurements import Identity, identity_key, identity_of, load_costs, save_costs
 from redraft.runtime.steps.verifier import Verifier, open_verifier
 from redraft.runtime.submission import Listener, Submission
-from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
+from redraft.runtime.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams()
 MOST_THREADS = 1024
@@ -149,13 +149,22 @@ class Runtime:
         Runtimes of equal fingerprints compute equal texts for equal requests, if `exact` holds. Without a bundle, it
         names the device alone.
         """
-        device = self.verifier.device
         if self._bundle is None:
-            return f"redraft-{device.name}"
-        manifest = self._bundle.manifest
-        kernels = device.verifier_graph if isinstance(device, HostDevice) else device.name
-        path = kernels if self.exact else f"{kernels}-inexact"
-        return f"redraft-{manifest.build_key[:12]}-{manifest.precision}-{path}-{identity_key(self._identity)[:12]}"
+            return f"redraft-{self.verifier.device.name}"
+        return f"redraft-{self.build[:12]}-{self.kernels}-{identity_key(self._identity)[:12]}"
+
+    @property
+    def build(self) -> str:
+        """The digest of the bundle's build; empty without a bundle."""
+        return "" if self._bundle is None else self._bundle.manifest.build_key
+
+    @property
+    def kernels(self) -> str:
+        """The precision and kernels that compute the texts."""
+        device = self.verifier.device
+        path = device.verifier_graph if isinstance(device, HostDevice) else device.name
+        precision = "" if self._bundle is None else f"{self._bundle.manifest.precision}-"
+        return f"{precision}{path}" if self.exact else f"{precision}{path}-inexact"
 
     @property
     def default_method(self) -> str:
@@ -429,9 +438,7 @@ class Runtime:
         return [
             Submission(
                 request, self.tokenizer,
-                Detokenizer(
-                    self.tokenizer, request.tokens[: request.prompt_length], own.stop, own.min_tokens, own.kept_tokens
-                ),
+                reader_of(self.tokenizer, request.tokens[: request.prompt_length], own),
                 self._thread, forced is not None, listener,
             )
             for request, (own, _) in zip(requests, given, strict=True)

@@ -114,8 +114,45 @@ class Piece(NamedTuple):
     origin: Origin
 
 
-def origins(step: RequestStep) -> list[Origin]:
+class StepRecord(NamedTuple):
+    """What to tell of a step: its tree, and what became of it. It holds no engine.
+
+    tokens, parents, log_probs: of the tree's nodes, as `redraft.types.Tree`.   nodes: origins of all but the root.
+    path, bonus: of the outcome.   made: number of its tokens.   drafters: ids of those that drafted in the step.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    nodes: tuple[Origin, ...]
+    path: tuple[int, ...]
+    bonus: int
+    made: int
+    drafters: tuple[str, ...]
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The origin of each of the step's tokens."""
+        drafted = [self.nodes[node - 1] for node in self.path]
+        return [*drafted, *[Origin.VERIFIER] * (self.made - len(drafted))]
+
+
+def recorded(step: RequestStep | StepRecord | None) -> StepRecord | None:
+    """Return the record of a step; None if its verification failed. A tree on a device must have been kept."""
+    if not isinstance(step, RequestStep) or step.outcome is None:
+        return step if isinstance(step, StepRecord) else None
+    tree, outcome = step.tree, step.outcome
+    return StepRecord(
+        tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()), tuple(tree.log_probs.tolist()),
+        tuple(node_origins(step)), outcome.path, outcome.bonus, len(outcome.tokens),
+        tuple(sorted({offer.key.drafter for offer in step.plan.make})),
+    )  # fmt: skip
+
+
+def origins(step: RequestStep | StepRecord) -> list[Origin]:
     """Return the origin of each of a step's tokens."""
+    if isinstance(step, StepRecord):
+        return step.origins
     if step.outcome is None:
         return []
     nodes, path = node_origins(step), step.outcome.path

@@ -17,6 +17,7 @@ from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
 from redraft.runtime.sampling.noise import NO_NOISE, draft_noise
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -103,17 +104,8 @@ class RequestMaker:
         if forced is not None:
             sampler, noise = SyntheticAcceptance(forced, params.seed), NO_NOISE
             params, stop_tokens = replace(params, stop=()), frozenset()
-        request = Request(
-            tokens=ids,
-            prompt_length=len(ids),
-            limit=min(len(ids) + params.max_tokens, self.max_model_len),
-            stop_tokens=stop_tokens,
-            sampler=sampler,
-            noise=noise,
-            text=Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens, params.kept_tokens)
-            if params.stop or params.kept_tokens
-            else None,
-        )
+        request = bare_request(self.tokenizer, ids, params, self.max_model_len, stop_tokens, sampler)
+        request.noise = noise
         if constraint is not None:
             self.speculation.forced.constrain(request, constraint)
         return request
@@ -174,6 +166,26 @@ class RequestMaker:
                 f"the {name} has token ids from {min(ids)} to {max(ids)}, the model knows 0 to {self.vocabulary - 1}",
                 "use the tokenizer that belongs to the model",
             )
+
+
+def bare_request(
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, max_model_len: int, stop_tokens: frozenset[int],
+    sampler: Sampler,
+) -> Request:  # fmt: skip
+    """Return a request that does not know yet how it speculates."""
+    return Request(
+        tokens=ids,
+        prompt_length=len(ids),
+        limit=min(len(ids) + params.max_tokens, max_model_len),
+        stop_tokens=stop_tokens,
+        sampler=sampler,
+        text=reader_of(tokenizer, ids, params) if params.stop or params.kept_tokens else None,
+    )
+
+
+def reader_of(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Detokenizer:
+    """Return what reads the text after a prompt."""
+    return Detokenizer(tokenizer, prompt, params.stop, params.min_tokens, params.kept_tokens)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

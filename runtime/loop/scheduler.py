@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime.loop.slots import Slots
@@ -16,6 +17,9 @@ from redraft.runtime.loop.waiting import WaitingQueue
 from redraft.runtime.requests.batch import Batch, CallLimits, Chunk, RequestStep
 from redraft.runtime.requests.request import FinishReason, Request, drafting
 from redraft.runtime.steps.verifier import PREFILL_CHUNK, Verifier
+
+if TYPE_CHECKING:
+    from redraft.runtime.generation import StepRecord
 
 CHUNK_SHARE, LONG_SHARE = 1.0, 1.6
 """Time of a step's prompt rows, relative to the verification that running requests wait for: of short prompts, and of
@@ -42,20 +46,25 @@ class QueueFull(RedraftError):
     def __init__(self, waiting: int, wait_seconds: float | None) -> None:
         estimate = "" if wait_seconds is None else f", about {wait_seconds:.1f} seconds until one starts"
         super().__init__(f"{waiting} requests wait already{estimate}", "try again later, or raise max_waiting")
+        self.waiting = waiting
         self.wait_seconds = wait_seconds
+
+    def __reduce__(self) -> tuple[type[QueueFull], tuple[int, float | None]]:
+        return type(self), (self.waiting, self.wait_seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class RequestOutput:
     """What a step brought to one request.
 
-    token_ids: its new tokens.   step: the step that brought them; None if the request ended without one.
+    token_ids: its new tokens.   step: the step that brought them; None if the request ended without one. Of a step that
+    another process made, there is the record, if that was asked for.
     finish_reason: why it ended; None if it runs on.
     """
 
     request: Request
     token_ids: tuple[int, ...] = ()
-    step: RequestStep | None = None
+    step: RequestStep | StepRecord | None = None
     finish_reason: FinishReason | None = None
 
 

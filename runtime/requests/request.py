@@ -117,7 +117,7 @@ class Request:
         """
         if written:
             self.sampler.resume(self.tokens)
-            self._append(written)
+            self.append(written)
             self.resumed = len(self.new_tokens)
         if self.finish_reason is not None:
             raise UsageError(f"the text ends with the written token {self.resumed}", "there is nothing to resume")
@@ -143,7 +143,7 @@ class Request:
             self.num_computed_tokens += 1 + len(outcome.path)
         if not self.first_token:
             self.first_token = time.perf_counter()
-        kept = self._append(outcome.tokens)
+        kept = self.append(outcome.tokens)
         if outcome.error is not None and self.finish_reason is None:
             self.fail(outcome.error)
         self.counters.count(len(tree) - 1, min(kept, len(outcome.path)))
@@ -160,7 +160,7 @@ class Request:
         self.speculation = self.plain
         self.drafting.clear()
 
-    def _append(self, tokens: Sequence[int]) -> int:
+    def append(self, tokens: Sequence[int]) -> int:
         """Add tokens until one ends the text. Returns the number added."""
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.runtime.generation import Origin, node_origins
-from redraft.runtime.requests.batch import RequestStep
+from redraft.runtime.generation import Origin, StepRecord, recorded
 from redraft.runtime.requests.request import Request
 from redraft.runtime.server.answers import ChatChoice
 from redraft.runtime.server.parts import Content, Part, Reasoning
@@ -42,7 +41,7 @@ class ExplainedChoice(ChatChoice):
     def push(self, written: Written) -> list[Json]:
         """Return the chunks of an output, at least one."""
         first, *others = super().push(written) or [self._chunk({})]
-        tree = tree_of(written.output.step, self._texts)
+        tree = tree_of(recorded(written.output.step), self._texts)
         return [{**first, "redraft": {"tokens": self._explained.take(), **({"tree": tree} if tree else {})}}, *others]
 
 
@@ -92,12 +91,12 @@ class ExplainedReader(ChatReader):
 
 def sources_of(written: Written) -> list[str]:
     """Return the source of each token of an output: `drafter`, `resampled`, `lookup`, `bonus` or `plain`."""
-    step = written.output.step
-    own = PLAIN if step is None or len(step.tree) == 1 else BONUS
+    step = recorded(written.output.step)
+    own = PLAIN if step is None or len(step.tokens) == 1 else BONUS
     return [own if piece.origin is Origin.VERIFIER else str(piece.origin) for piece in written.pieces]
 
 
-def tree_of(step: RequestStep | None, texts: TokenTexts) -> dict[str, Any] | None:
+def tree_of(step: StepRecord | None, texts: TokenTexts) -> dict[str, Any] | None:
     """Return the draft tree of a step as arrays of its nodes, parents first; None for a step without a draft.
 
     tokens, texts: of the nodes. The first one is the last token before the step.   parents: -1 for the first.
@@ -106,18 +105,15 @@ def tree_of(step: RequestStep | None, texts: TokenTexts) -> dict[str, Any] | Non
     path:          accepted nodes, without the first.   drafters: ids of those that drafted in this step.
     bonus:         id and text of the verifier's token after the path; null if none may follow.
     """
-    if step is None or step.outcome is None or len(step.tree) == 1:
+    if step is None or len(step.tokens) == 1:
         return None
-    tree, outcome = step.tree, step.outcome
-    tokens = tree.tokens.tolist()
-    after = outcome.bonus
     return {
-        "tokens": tokens,
-        "texts": [texts.of(token).text for token in tokens],
-        "parents": tree.parents.tolist(),
-        "sources": [None, *map(str, node_origins(step))],
-        "probs": [round(prob, 4) for prob in np.exp(np.minimum(tree.log_probs, 0.0)).tolist()],
-        "path": list(outcome.path),
-        "drafters": sorted({offer.key.drafter for offer in step.plan.make}),
-        "bonus": None if after == NOT_REACHED else {"id": after, "text": texts.of(after).text},
+        "tokens": list(step.tokens),
+        "texts": [texts.of(token).text for token in step.tokens],
+        "parents": list(step.parents),
+        "sources": [None, *map(str, step.nodes)],
+        "probs": [round(prob, 4) for prob in np.exp(np.minimum(step.log_probs, 0.0)).tolist()],
+        "path": list(step.path),
+        "drafters": list(step.drafters),
+        "bonus": None if step.bonus == NOT_REACHED else {"id": step.bonus, "text": texts.of(step.bonus).text},
     }

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from redraft.runtime import Runtime
 from redraft.runtime.generation import Origin, node_origins, origins
 from redraft.runtime.requests.batch import RequestStep
+from redraft.runtime.generation import recorded
 from redraft.runtime.server.explained import tree_of
 from redraft.runtime.server.tokens import TokenTexts
 from redraft.runtime.trees.offers import Offer, OfferKey, Plan, StepLimits
@@ -133,9 +134,9 @@ def test_nodes_come_from_the_lookup_then_from_resampling_then_from_the_draft() -
 def test_a_tree_without_a_next_token_has_no_bonus(runtime: Runtime) -> None:
     done = step([OfferKind.FRESH], FOUND, WHOLE, [FRESH])
     texts = TokenTexts(byte_text())
-    assert tree_of(done, texts)["bonus"] == {"id": 5, "text": "\x05"}
-    assert tree_of(done, texts)["drafters"] == ["d"]
+    assert tree_of(recorded(done), texts)["bonus"] == {"id": 5, "text": "\x05"}
+    assert tree_of(recorded(done), texts)["drafters"] == ["d"]
     done.outcome = Outcome([-1] * 5, (), -1, ())
     done.tree.log_probs[1] = np.inf  # a drafter's fault stays JSON
-    assert tree_of(done, texts)["bonus"] is None
-    assert tree_of(done, texts)["probs"][1] == 1.0
+    assert tree_of(recorded(done), texts)["bonus"] is None
+    assert tree_of(recorded(done), texts)["probs"][1] == 1.0

@@ -1,0 +1,93 @@
+"""The side of a replica: a runtime that answers the calls of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from redraft import __version__
+from redraft.errors import BackendError, RedraftError
+from redraft.runtime.api import Runtime
+from redraft.runtime.drafters.chain_lookups import PredictedText
+from redraft.runtime.generation import recorded
+from redraft.runtime.loop.scheduler import RequestOutput
+from redraft.runtime.replicas.calls import Answer, Call, Description, Refused, Started, Update
+from redraft.runtime.submission import Submission
+
+
+class Replica:
+    """A runtime with a name, which is unique among the replicas of a gateway.
+
+    progress_timeout: seconds without a step, while requests wait, after which it counts as broken.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, progress_timeout: float = 30.0) -> None:
+        self.runtime = runtime
+        self.name = name
+        self._progress_timeout = progress_timeout
+        self._build, self._kernels = runtime.build, runtime.kernels
+
+    def describe(self) -> Description:
+        """Return what its gateway has to know."""
+        runtime = self.runtime
+        return Description(
+            self._build, __version__, self._kernels, runtime.exact, runtime.methods, runtime.default_method,
+            runtime.verifier.vocabulary, runtime.verifier.max_num_seqs,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise RedraftError if the runtime cannot go on, so that another process has to take its place."""
+        self.runtime.check_running()
+        if (idle := self.runtime.health.idle_seconds) > self._progress_timeout:
+            raise BackendError(f"no step has made progress for {idle:.0f} s")
+
+    async def run(self, call: Call) -> AsyncGenerator[Answer]:
+        """Yield that the call has been taken, or why not, and then each output. Closing it ends the request."""
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
+        try:
+            submission = self._submit(call, lambda update: loop.call_soon_threadsafe(updates.put_nowait, update))
+        except RedraftError as error:
+            yield Refused(error)
+            return
+        try:
+            yield Started(self.name, self._kernels)
+            while True:
+                update = await updates.get()
+                yield update
+                if update.finish_reason is not None:
+                    return
+        finally:
+            submission.abort()
+
+    def _submit(self, call: Call, send: Callable[[Update], object]) -> Submission:
+        for what, ours, theirs in (("redraft", __version__, call.version), ("the bundle", self._build, call.build)):
+            if ours != theirs:
+                message = f"replica {self.name} has {what} {ours}, its gateway {theirs}"
+                raise BackendError(message, "give all of them the same")
+        return self.runtime.submit(
+            call.prompt, call.params, call.speculation, priority=call.priority, timeout=call.timeout,
+            first_token_timeout=call.first_token_timeout, tenant=call.tenant, cache_salt=call.cache_salt,
+            on_output=lambda output: send(self._update(output, call.keep_trees)), keep_trees=call.keep_trees,
+            written=call.written,
+        )  # fmt: skip
+
+    def _update(self, output: RequestOutput, with_step: bool) -> Update:
+        """Return an output as it is sent, in the loop's thread."""
+        request, step, count = output.request, output.step, len(output.token_ids)
+        logprobs, end = request.sampler.logprobs, len(request.new_tokens) - request.resumed
+        predicted = next((one for one in request.drafting.values() if isinstance(one, PredictedText)), None)
+        outcome = None if step is None else step.outcome
+        return Update(
+            token_ids=output.token_ids,
+            finish_reason=output.finish_reason,
+            error=request.error,
+            logprobs=() if logprobs is None else tuple(logprobs[end - count : end]),
+            drafted=None if outcome is None else len(step.tree) - 1,
+            accepted=0 if outcome is None else min(count, len(outcome.path)),
+            predicted=(0, 0) if predicted is None else (predicted.accepted, predicted.rejected),
+            waited=max(request.admitted - request.started, 0.0),
+            rows=request.num_computed_tokens,
+            cached_tokens=request.cached_tokens,
+            kv_usage=self.runtime.health.kv_usage,
+            step=recorded(step) if with_step else None,
+        )

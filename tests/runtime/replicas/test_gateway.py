@@ -1,0 +1,137 @@
+"""A gateway over replicas that die: texts stay what they would have been, and come once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from redraft.errors import BackendError, RedraftError, UsageError
+from redraft.runtime import RequestError, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.replicas.calls import Call
+from redraft.runtime.requests.request import Request
+from tests.runtime.fakes import greedy, make_runtime
+from tests.runtime.replicas.fakes import LocalReplicas, gateway_of
+
+PROMPT = [97, 98, 99, 97, 98]
+NGRAM = SpeculationParams("ngram")
+WAYS = {
+    "greedy": greedy(30),
+    "sampled": SamplingParams(max_tokens=30, temperature=1.0, seed=5, ignore_eos=True),
+    "logprobs": SamplingParams(max_tokens=30, temperature=0.8, logprobs=2, seed=2, ignore_eos=True),
+    "regex": SamplingParams(max_tokens=30, regex="[a-e]{3}(bc|de)*", seed=3, temperature=1.0),
+}  # fmt: skip
+
+
+@pytest.fixture
+def runtimes() -> Iterator[list[Runtime]]:
+    with make_runtime(max_model_len=200, max_num_seqs=2) as one, make_runtime(max_model_len=200, max_num_seqs=2) as two:
+        yield [one, two]
+
+
+@pytest.mark.parametrize("params", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("answers", [0, 1, 4])
+def test_a_replica_that_dies_changes_no_text(runtimes: list[Runtime], params: SamplingParams, answers: int) -> None:
+    whole = runtimes[0].submit(PROMPT, params, "none").result()
+    replicas = LocalReplicas(runtimes, lambda call, number, sent: number == 0 and sent == answers)
+    gateway = gateway_of(replicas)
+    submission = gateway.submit(PROMPT, params, NGRAM)
+    assert "".join(submission) == whole.text
+    found = submission.generation
+    assert (found.token_ids, found.finish_reason, found.logprobs) == (whole.token_ids, whole.finish_reason, whole.logprobs)
+    assert len(replicas.calls) == 2 and gateway.deaths == 1
+    assert replicas.calls[1].written == whole.token_ids[: len(replicas.calls[1].written)]
+    assert bool(replicas.calls[1].written) == bool(answers)
+    gateway.close()
+
+
+def test_streams_go_on_while_replicas_die_again_and_again(runtimes: list[Runtime]) -> None:
+    def dies(call: Call, number: int, sent: int) -> bool:
+        return number < 8 and sent == number % 3
+
+    gateway = gateway_of(LocalReplicas(runtimes, dies), retries=8)
+    prompts = [[97 + (step * number) % 5 for step in range(6)] for number in range(8)]
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        found[number] = "".join(gateway.submit(prompts[number], greedy(20), NGRAM))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {n: runtimes[0].submit(p, greedy(20), "none").result().text for n, p in enumerate(prompts)}
+    assert gateway.deaths == 8
+    assert gateway.health.requests == 0
+    gateway.close()
+
+
+def test_a_request_that_kills_replicas_is_refused_after_the_second(runtimes: list[Runtime]) -> None:
+    replicas = LocalReplicas(runtimes, lambda call, number, sent: call.prompt[0] == 99 and sent == 1)
+    gateway = gateway_of(replicas)
+    poison = gateway.submit([99, 98], greedy(20), NGRAM)
+    with pytest.raises(RequestError, match="2 replicas died while they worked on this request"):
+        poison.result(30)
+    assert len(replicas.calls) == 2
+    other = gateway.submit([97, 98], greedy(20), NGRAM).result(30)
+    assert other.text == runtimes[0].submit([97, 98], greedy(20), "none").result().text
+    gateway.close()
+
+
+def test_a_request_that_no_replica_would_take_is_refused(runtimes: list[Runtime]) -> None:
+    gateway, outputs = gateway_of(LocalReplicas(runtimes)), []
+    with pytest.raises(UsageError, match="has no drafter 'eagle'"):
+        gateway.submit(PROMPT, greedy(5), SpeculationParams("eagle"), on_output=outputs.append)
+    assert not outputs and not gateway.running
+    gateway.close()
+
+
+def test_an_abort_ends_a_request_at_its_replica(runtimes: list[Runtime]) -> None:
+    gateway = gateway_of(LocalReplicas(runtimes))
+    submission = gateway.submit(PROMPT, greedy(150), NGRAM)
+    next(iter(submission))
+    submission.abort()
+    assert submission.ended().finish_reason == "abort"
+    for _ in range(1000):
+        if not any(runtime.health.requests for runtime in runtimes):
+            break
+        threading.Event().wait(0.01)
+    assert [runtime.health.requests for runtime in runtimes] == [0, 0]
+    gateway.close()
+
+
+def test_closing_ends_requests(runtimes: list[Runtime]) -> None:
+    gateway = gateway_of(LocalReplicas(runtimes))
+    submission = gateway.submit(PROMPT, greedy(190), NGRAM)
+    gateway.close()
+    gateway.close()
+    assert submission.ended().finish_reason in ("error", "length")
+    with pytest.raises(UsageError, match="closed"):
+        gateway.submit(PROMPT, greedy(5), NGRAM)
+
+
+def test_replicas_of_another_build_are_refused(runtimes: list[Runtime]) -> None:
+    replicas = LocalReplicas(runtimes)
+    gateway = gateway_of(replicas)
+    replicas.replicas[1]._build = "other"
+    assert gateway.submit(PROMPT, greedy(5), NGRAM).result(30).token_ids
+    with pytest.raises(BackendError, match="replica 1 has the bundle other, its gateway "):
+        gateway.submit(PROMPT, greedy(5), NGRAM)
+    gateway.close()
+
+
+def test_the_state_here_is_that_of_the_replica(runtimes: list[Runtime]) -> None:
+    seen: list[Request] = []
+    gateway = gateway_of(LocalReplicas(runtimes))
+    how = SpeculationParams("ngram", prediction=[97] * 12)
+    submission = gateway.submit(PROMPT, greedy(30), how, on_output=lambda output: seen.append(output.request))
+    found, direct = submission.result(30), runtimes[0].submit(PROMPT, greedy(30), how)
+    direct.result()
+    assert found.token_ids == direct.generation.token_ids
+    assert set(map(id, seen)) == {id(submission.request)}
+    assert submission.request.speculation.method == "ngram"
+    assert sum(submission.request.counters.histogram) == submission.request.counters.spec_steps > 0
+    assert isinstance(found.error, RedraftError | None)
+    gateway.close()
