@@ -186,6 +186,19 @@ class Runtime:
         return model_sampling(self._bundle.path, given)
 
     @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.verifier.vocabulary
+
+    @property
+    def slots(self) -> int:
+        """Requests that may run at once."""
+        return self.verifier.max_num_seqs
+
+    def replica_of(self, request: Request) -> None:
+        """Return None: this process works on its requests itself."""
+
+    @property
     def caveats(self) -> tuple[str, ...]:
         """Warnings that every output must show: random weights, or a tokenizer that is not the model's."""
         return self._bundle.manifest.model.caveats if self._bundle is not None else ()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from redraft.errors import RedraftError
+from redraft.runtime.controllers.experience import Gain
 from redraft.runtime.generation import StepRecord
 from redraft.runtime.params import SamplingParams, SpeculationParams
 from redraft.runtime.requests.request import FinishReason
@@ -67,7 +68,7 @@ class Update(NamedTuple):
     predicted: drafted tokens of the request's prediction so far that were accepted, and that were rejected.
     waited: seconds that the request waited for a slot.
     rows, cached_tokens: rows in the KV cache, and prompt tokens whose rows an earlier request had computed.
-    kv_usage: share of the replica's KV rows that is filled.
+    kv_usage: share of the replica's KV rows that is filled.   gain: as `Runtime.gain`.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -81,6 +82,7 @@ class Update(NamedTuple):
     rows: int = 0
     cached_tokens: int = 0
     kv_usage: float = 0.0
+    gain: Gain = Gain()
     step: StepRecord | None = None
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from redraft import __version__
 from redraft.engines import Bundle
 from redraft.errors import BackendError, RedraftError, UsageError
+from redraft.runtime.controllers.experience import Gain
 from redraft.runtime.drafters.chain_lookups import PredictedText
 from redraft.runtime.loop.decode_loop import Health
 from redraft.runtime.loop.request_maker import bare_request, reader_of
@@ -110,7 +111,9 @@ class Gateway:
         self._replicas = replicas
         self._retries = retries
         self._lines: dict[Request, _Line] = {}
-        self._usage: dict[str, float] = {}
+        self._latest: dict[str, Update] = {}
+        """The last update of each replica, also of those that died."""
+        self._alive: set[str] = set()
         self._progress = time.monotonic()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -141,7 +144,7 @@ class Gateway:
         """The state of all replicas together. No prefixes are counted."""
         lines = list(self._lines.values())
         idle = time.monotonic() - self._progress if lines else 0.0
-        usage = list(self._usage.values())
+        usage = [self._latest[name].kv_usage for name in tuple(self._alive) if name in self._latest]
         waiting = sum(line.request.slot < 0 for line in lines)
         return Health(len(lines), waiting, 0, idle, None, sum(usage) / len(usage) if usage else 0.0)
 
@@ -149,6 +152,21 @@ class Gateway:
     def running(self) -> list[Request]:
         """The requests that have not ended."""
         return [line.request for line in list(self._lines.values())]
+
+    @property
+    def gain(self) -> Gain:
+        """The sums over all replicas that there have been."""
+        gains = [update.gain for update in list(self._latest.values())]
+        return Gain(sum(one.spent_ms for one in gains), sum(one.plain_ms for one in gains))
+
+    @property
+    def slots(self) -> int:
+        """Requests that the replicas which have worked on requests may run at once."""
+        return self.description.slots * max(len(self._alive), 1)
+
+    def reload_drafters(self) -> tuple[str, ...]:
+        """Raise UsageError: replicas are exchanged instead, one after another."""
+        raise UsageError("replicas do not read drafters again", "deploy the application again, which exchanges them")
 
     def replica_of(self, request: Request) -> str:
         """Return the name of the replica that works on a request; empty if none does."""
@@ -272,6 +290,7 @@ class Gateway:
             raise ReplicaDied
         except ReplicaDied as death:
             self.deaths += 1
+            self._alive.discard(line.replica)
             line.deaths += 1
             _LOG.warning("replica %s died with a request after %d tokens", line.replica, len(line.request.new_tokens))
             if line.deaths > self._retries:
@@ -295,6 +314,7 @@ class Gateway:
         if line.kernels and line.kernels != started.kernels and line.request.new_tokens:
             raise BackendError(f"the replica died, and no other has its kernels: {line.kernels}, not {started.kernels}")
         line.replica, line.kernels = started.replica, started.kernels
+        self._alive.add(started.replica)
         if not line.taken.done():
             line.taken.set_result(None)
 
@@ -309,7 +329,7 @@ class Gateway:
             request.append(update.token_ids)
             if request.sampler.logprobs is not None:
                 request.sampler.logprobs += update.logprobs
-            self._usage[line.replica] = update.kv_usage
+            self._latest[line.replica] = update
         if update.drafted is not None:
             request.counters.count(update.drafted, update.accepted)
         if any(update.predicted):

@@ -89,5 +89,6 @@ class Replica:
             rows=request.num_computed_tokens,
             cached_tokens=request.cached_tokens,
             kv_usage=self.runtime.health.kv_usage,
+            gain=self.runtime.gain,
             step=recorded(step) if with_step else None,
         )

@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse, Response
 
 from redraft import __version__
 from redraft.errors import RedraftError
-from redraft.runtime.api import Runtime
 from redraft.runtime.server.anthropic_answer import anthropic_response
 from redraft.runtime.server.anthropic_fields import CountTokensRequest, MessagesRequest
 from redraft.runtime.server.batch import batch_routes
@@ -31,6 +30,7 @@ from redraft.runtime.server.reloading import DrafterReload
 from redraft.runtime.server.request_log import RequestLog
 from redraft.runtime.server.request_record import REQUEST_ID, current_record
 from redraft.runtime.server.responses_fields import ResponsesRequest
+from redraft.runtime.server.served import Served
 from redraft.runtime.server.service import Service
 from redraft.runtime.server.settings import ServerSettings
 from redraft.runtime.server.streaming import CLIENT_LEFT
@@ -45,7 +45,7 @@ _MESSAGES = "/v1/messages"
 _SCHEMAS = "#/components/schemas/"
 
 
-def create_app(runtime: Runtime, settings: ServerSettings) -> FastAPI:
+def create_app(runtime: Served, settings: ServerSettings) -> FastAPI:
     """Return the ASGI application of a server. It does not close the runtime.
 
     Its `state.service` is the `Service`; with `reload_drafter`, its `state.reload` is the `DrafterReload`.

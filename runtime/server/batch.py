@@ -39,7 +39,7 @@ def batch_of(service: Service) -> dict[str, Any]:
     health, gain, sums = runtime.health, runtime.gain, service.metrics.sums()
     waiting = min(health.waiting, health.requests)  # another thread changes them
     return {
-        "slots": runtime.verifier.max_num_seqs,
+        "slots": runtime.slots,
         "running": health.requests - waiting,
         "waiting": waiting,
         "kv_cache_usage": health.kv_usage,
@@ -47,15 +47,15 @@ def batch_of(service: Service) -> dict[str, Any]:
         "steps": sums.steps,
         "decode_ms": gain.spent_ms,
         "plain_decode_ms": gain.plain_ms,
-        "requests": [row_of(request, now) for request in runtime.running[:MOST_REQUESTS]],
+        "requests": [row_of(request, now, runtime.replica_of(request)) for request in runtime.running[:MOST_REQUESTS]],
     }
 
 
-def row_of(request: Request, now: float) -> dict[str, Any]:
+def row_of(request: Request, now: float, replica: str | None) -> dict[str, Any]:
     """Return the figures of a request. now: seconds of `time.perf_counter`.
 
     state: `waiting` without a slot, `prompt` while rows of its tokens are computed, then `decoding`.
-    rows:  rows in the KV cache.   seconds: since it arrived.
+    rows:  rows in the KV cache.   seconds: since it arrived.   replica: the one that works on it, if there are some.
     """
     counters = request.counters
     state = "waiting" if request.slot < 0 else "prompt" if request.missing_rows > 0 else "decoding"
@@ -69,4 +69,5 @@ def row_of(request: Request, now: float) -> dict[str, Any]:
         "drafted": counters.drafted,
         "accepted": counters.accepted,
         "seconds": round(now - request.started, 3),
+        **({} if replica is None else {"replica": replica}),
     }

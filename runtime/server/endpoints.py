@@ -99,7 +99,7 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Json:
         """Return the text of token ids."""
         asked = await self._read(request, DetokenizeRequest)
-        vocabulary = self._runtime.verifier.vocabulary
+        vocabulary = self._runtime.vocabulary
         if unknown := [token for token in asked.tokens if not 0 <= token < vocabulary]:
             raise wrong(f"the token id {unknown[0]} is not from 0 to {vocabulary - 1}", "tokens", "invalid_value")
         if (count := len(asked.tokens)) > (most := self._runtime.max_model_len):

@@ -17,9 +17,9 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
-from redraft.runtime.api import Runtime
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.requests.request import FinishReason, Request
+from redraft.runtime.server.served import Served
 
 PREFIX = "redraft:"
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -69,7 +69,7 @@ class Sums:
 class ServerMetrics:
     """The metrics of one server, in a registry of its own. All methods may be called from any thread."""
 
-    def __init__(self, runtime: Runtime, model_name: str) -> None:
+    def __init__(self, runtime: Served, model_name: str) -> None:
         self._model_name = model_name
         self._runtime = runtime
         self._ended = Sums()

@@ -16,10 +16,10 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from redraft.errors import BackendError, UsageError
-from redraft.runtime.api import Runtime
 from redraft.runtime.server.app import create_app
 from redraft.runtime.server.errors import ApiError
 from redraft.runtime.server.reloading import DrafterReload
+from redraft.runtime.server.served import Served
 from redraft.runtime.server.service import Service
 from redraft.runtime.server.settings import ServerSettings
 
@@ -131,7 +131,7 @@ class DrainingServer(uvicorn.Server):
 
 
 @contextmanager
-def serve_in_thread(runtime: Runtime, settings: ServerSettings) -> Iterator[tuple[str, DrainingServer]]:
+def serve_in_thread(runtime: Served, settings: ServerSettings) -> Iterator[tuple[str, DrainingServer]]:
     """Serve a runtime from a thread of this process. Yields the URL and the server, which is drained at the end.
 
     Raises UsageError as `bound_socket` does, and BackendError if the server does not start.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from anyio import CancelScope, to_thread
 
 from redraft.errors import RedraftError, UsageError
-from redraft.runtime.api import GREEDY, Runtime
+from redraft.runtime.api import GREEDY
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.server.errors import ApiError, api_error, unavailable, wrong
@@ -17,6 +17,7 @@ from redraft.runtime.server.limits import Backlog
 from redraft.runtime.server.metrics import ServerMetrics
 from redraft.runtime.server.parameters import Job
 from redraft.runtime.server.request_record import current_record
+from redraft.runtime.server.served import Served
 from redraft.runtime.server.settings import ServerSettings
 from redraft.runtime.server.tokens import TokenTexts
 from redraft.runtime.submission import Submission
@@ -33,7 +34,7 @@ class Service:
     draining:    True if it takes no new requests.   open_answers: HTTP answers that have not ended.
     """
 
-    def __init__(self, runtime: Runtime, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    def __init__(self, runtime: Served, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self.runtime = runtime
         self.settings = settings
         self.metrics = metrics
@@ -179,7 +180,7 @@ class _Watcher:
             self._metrics.ended(output.request)
 
 
-def _defaults(runtime: Runtime) -> SamplingParams:
+def _defaults(runtime: Served) -> SamplingParams:
     try:
         return runtime.model_sampling()
     except UsageError as error:

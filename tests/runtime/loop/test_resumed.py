@@ -42,7 +42,11 @@ def test_a_resumed_text_is_that_of_a_request_that_was_not_interrupted(
         runtime.forget_prefixes()
         new: list[int] = []
         found = runtime.submit(
-            PROMPT, params, method, written=whole.token_ids[:count], on_output=lambda output: new.extend(output.token_ids)
+            PROMPT,
+            params,
+            method,
+            written=whole.token_ids[:count],
+            on_output=lambda output: new.extend(output.token_ids),
         ).result()
         assert (*whole.token_ids[:count], *new) == whole.token_ids
         assert (found.text, found.token_ids, found.prompt_tokens) == (whole.text, whole.token_ids, len(PROMPT))

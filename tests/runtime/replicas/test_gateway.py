@@ -39,8 +39,12 @@ def test_a_replica_that_dies_changes_no_text(runtimes: list[Runtime], params: Sa
     submission = gateway.submit(PROMPT, params, NGRAM)
     assert "".join(submission) == whole.text
     found = submission.generation
-    assert (found.token_ids, found.finish_reason, found.logprobs) == (whole.token_ids, whole.finish_reason, whole.logprobs)
-    assert len(replicas.calls) == 2 and gateway.deaths == 1
+    assert (found.token_ids, found.finish_reason, found.logprobs) == (
+        whole.token_ids,
+        whole.finish_reason,
+        whole.logprobs,
+    )
+    assert (len(replicas.calls), gateway.deaths) == (2, 1)
     assert replicas.calls[1].written == whole.token_ids[: len(replicas.calls[1].written)]
     assert bool(replicas.calls[1].written) == bool(answers)
     gateway.close()
@@ -84,7 +88,7 @@ def test_a_request_that_no_replica_would_take_is_refused(runtimes: list[Runtime]
     gateway, outputs = gateway_of(LocalReplicas(runtimes)), []
     with pytest.raises(UsageError, match="has no drafter 'eagle'"):
         gateway.submit(PROMPT, greedy(5), SpeculationParams("eagle"), on_output=outputs.append)
-    assert not outputs and not gateway.running
+    assert (outputs, gateway.running) == ([], [])
     gateway.close()
 
 

@@ -167,7 +167,11 @@ def test_a_server_that_is_told_to_stop_waits_only_so_long_or_until_it_is_told_ag
         time.sleep(0.05)
         return 97
 
-    with toy(slow) as runtime, ThreadPoolExecutor(1) as pool, listening(runtime, drain_timeout=seconds) as (url, server):
+    with (
+        toy(slow) as runtime,
+        ThreadPoolExecutor(1) as pool,
+        listening(runtime, drain_timeout=seconds) as (url, server),
+    ):
         asked = {"model": "toy", "prompt": "abc", "max_tokens": 190, "speculative_config": False}
         running = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=WAIT)
         wait_until(lambda: runtime.health.requests == 1)
