@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from redraft.cli import options as common
 from redraft.cli.console import print_caveats, progress
+
+if TYPE_CHECKING:
+    from redraft.runtime.server.served import Served
 
 
 def serve(
@@ -81,6 +84,13 @@ def serve(
     ] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log prompts and answers too.")] = False,
     log_clients: Annotated[bool, typer.Option("--log-clients", help="Log clients' addresses too.")] = False,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Processes that serve the model, each on cores of its own; more than one needs redraft[ray]."
+        ),
+    ] = 1,
+    max_retries: Annotated[int, typer.Option(min=0, help="Deaths of its replica that a request survives.")] = 1,
     threads: common.Threads = None,
     device: common.Device = None,
     inexact: common.Inexact = False,
@@ -116,17 +126,27 @@ def serve(
             else:
                 serving.build(model)
         with progress() as report:
-            runtime = stack.enter_context(open_runtime(
-                bundle, threads=threads, device=device, verify=verify, exact=not inexact, drafter_options=options,
-                max_num_seqs=max_num_seqs, max_waiting=max_queued_requests,
-                report=lambda stage: report(f"opening {bundle}: {stage}"),
-            ))  # fmt: skip
-            report(f"warming {runtime.default_method}")
-            runtime.warm()
+            opening: dict[str, Any] = {
+                "threads": threads, "device": device, "verify": verify, "exact": not inexact,
+                "drafter_options": options, "max_num_seqs": max_num_seqs, "max_waiting": max_queued_requests,
+            }  # fmt: skip
+            runtime: Served
+            if replicas > 1:
+                from redraft.runtime.server.ray_app import local_replicas
+
+                runtime = stack.enter_context(local_replicas(bundle, replicas, opening, settings, max_retries, report))
+                memory = serving.memory_of_replicas(bundle, replicas, 2 * max_num_seqs)
+            else:
+                runtime = opened = stack.enter_context(
+                    open_runtime(bundle, **opening, report=lambda stage: report(f"opening {bundle}: {stage}"))
+                )
+                report(f"warming {opened.default_method}")
+                opened.warm()
+                memory = serving.memory_of(bundle, opened.verifier.slots)
         print_caveats(runtime.caveats)
 
         def started(address: str) -> None:
-            for line in serving.description(address, bundle, runtime, settings, max_queued_requests):
+            for line in serving.description(address, runtime, settings, max_queued_requests, memory):
                 typer.echo(line)
 
         DrainingServer(create_app(runtime, settings), settings, started).run(sockets=[sock])

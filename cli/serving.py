@@ -16,7 +16,7 @@ from redraft.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from redraft.runtime import Runtime
+    from redraft.runtime.server.served import Served
     from redraft.runtime.server.settings import ServerSettings
 
 _BUILD = "from redraft.cli.main import main; main()"
@@ -64,19 +64,35 @@ def check_source(bundle: Path, model: str) -> None:
         )
 
 
-def description(address: str, engines: Path, runtime: Runtime, settings: ServerSettings, queued: int) -> Iterator[str]:
-    """Yield the lines about a server that listens. queued: requests that may wait."""
-    from redraft.engines.sizes import kv_bytes, weight_bytes
-
-    manifest, slots = load_manifest(engines), runtime.verifier.slots
-    weights, rows = weight_bytes(manifest) / 1e6, kv_bytes(manifest, slots) / 1e6
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+def description(
+    address: str, runtime: Served, settings: ServerSettings, queued: int, memory: str
+) -> Iterator[str]:  # fmt: skip
+    """Yield the lines about a server that listens. queued: requests that may wait.   memory: the line about that."""
     prompt = min(runtime.max_model_len - 1, settings.max_prompt_tokens or runtime.max_model_len)
     yield f"listening on {address}"
     yield f"  model {settings.model_name}, context {runtime.max_model_len}, {runtime.fingerprint}"
     yield f"  methods {', '.join(runtime.methods)}; {runtime.default_method} by default"
-    yield f"  memory {process:.0f} MB at most so far, weights {weights:.1f} MB, KV of {slots} full slots {rows:.1f} MB"
+    yield memory
     yield (
-        f"  limits {runtime.verifier.max_num_seqs} requests at once, {queued} waiting, {prompt} tokens of a prompt, "
+        f"  limits {runtime.slots} requests at once, {queued} waiting, {prompt} tokens of a prompt, "
         f"{settings.max_body_bytes} bytes of a body"
     )
+
+
+def memory_of(engines: Path, slots: int) -> str:
+    """Return the line about this process's memory, with so many slots."""
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return f"  memory {process:.0f} MB at most so far, {_parts(engines, slots)}"
+
+
+def memory_of_replicas(engines: Path, replicas: int, slots: int) -> str:
+    """Return the line about the memory of replicas, each with so many slots."""
+    return f"  {replicas} replicas, each with {_parts(engines, slots)}"
+
+
+def _parts(engines: Path, slots: int) -> str:
+    from redraft.engines.sizes import kv_bytes, weight_bytes
+
+    manifest = load_manifest(engines)
+    weights, rows = weight_bytes(manifest) / 1e6, kv_bytes(manifest, slots) / 1e6
+    return f"weights {weights:.1f} MB, KV of {slots} full slots {rows:.1f} MB"

@@ -62,6 +62,12 @@ def find_threads(affinity: set[int], root: Path = ROOT) -> Threads:
     return Threads(count, () if node is None else tuple(sorted(used)), ", ".join(words))
 
 
+def cores_of(cpus: set[int], root: Path = ROOT) -> list[tuple[int, ...]]:
+    """Return these logical processors by core, those of a core together, in order."""
+    cores = {_siblings(cpu, root) for cpu in cpus}
+    return sorted(tuple(cpu for cpu in core if cpu in cpus) for core in cores)
+
+
 def _plural(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 

@@ -270,7 +270,7 @@ class Runtime:
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None, *,
         priority: int = 0, timeout: float | None = None, first_token_timeout: float | None = None,
         tenant: str | None = None, cache_salt: str | None = None, on_output: Listener | None = None,
-        keep_trees: bool = False, written: Sequence[int] = (),
+        keep_trees: bool = False, written: Sequence[int] = (), session: str | None = None,
     ) -> Submission:  # fmt: skip
         """Begin to continue `prompt`, beside all other requests. May be called from any thread.
 
@@ -283,6 +283,7 @@ class Runtime:
         keep_trees: the trees of its steps are read later (`RequestOutput.step`), so those on a device are copied.
         written:    tokens that an equal request had when it was interrupted, here or elsewhere. The text goes on after
                     them as it would have: to the bit if `exact` and accepted by coupling, as is the default.
+        session:    has no effect here: a gateway sends the requests of a session to one of its replicas.
         Raises UsageError as `generate` does, and QueueFull if `max_waiting` requests wait already.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -290,7 +291,7 @@ class Runtime:
         for name, seconds in (("timeout", timeout), ("first_token_timeout", first_token_timeout)):
             if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
                 raise UsageError(f"{name} must be a positive number of seconds, not {seconds!r}")
-        for name, key in (("tenant", tenant), ("cache_salt", cache_salt)):
+        for name, key in (("tenant", tenant), ("cache_salt", cache_salt), ("session", session)):
             if key is not None and not isinstance(key, str):
                 raise UsageError(f"{name} must be a text, not {key!r}")
         now = time.monotonic()

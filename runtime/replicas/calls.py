@@ -27,6 +27,7 @@ class Call:
     first_token_timeout: float | None = None
     tenant: str | None = None
     cache_salt: str | None = None
+    session: str | None = None
     keep_trees: bool = False
     written: tuple[int, ...] = ()
 

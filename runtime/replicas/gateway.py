@@ -200,10 +200,12 @@ class Gateway:
     def submit(  # noqa: PLR0913 - as `Runtime.submit`
         self, prompt: Sequence[int], params: SamplingParams, speculation: SpeculationParams, *,
         priority: int = 0, timeout: float | None = None, first_token_timeout: float | None = None,
-        tenant: str | None = None, cache_salt: str | None = None, on_output: Listener | None = None,
-        keep_trees: bool = False,
+        tenant: str | None = None, cache_salt: str | None = None, session: str | None = None,
+        on_output: Listener | None = None, keep_trees: bool = False,
     ) -> Submission:  # fmt: skip
         """Begin to continue `prompt`, as `Runtime.submit` does. Returns when a replica has taken the request.
+
+        session: requests of one session go to one replica as long as that lives.
 
         Raises UsageError and QueueFull as the replica does.
         """
@@ -219,7 +221,7 @@ class Gateway:
         request.first_token_deadline = None if first_token_timeout is None else now + first_token_timeout
         call = Call(
             tuple(ids), params, speculation, self.description.build, __version__, priority, timeout,
-            first_token_timeout, tenant, cache_salt, keep_trees,
+            first_token_timeout, tenant, cache_salt, session, keep_trees,
         )  # fmt: skip
         text = reader_of(self.tokenizer, ids, params)
         submission = Submission(request, self.tokenizer, text, self, listener=on_output)

@@ -35,6 +35,15 @@ class Replica:
             runtime.verifier.vocabulary, runtime.verifier.max_num_seqs,
         )  # fmt: skip
 
+    def load(self) -> dict[str, float]:
+        """Return the requests that run, and the tokens of those that wait for a slot."""
+        waiting = [request for request in self.runtime.running if request.slot < 0]
+        health = self.runtime.health
+        return {
+            "running_requests": float(health.requests - len(waiting)),
+            "waiting_tokens": float(sum(request.prompt_length for request in waiting)),
+        }
+
     def check(self) -> None:
         """Raise RedraftError if the runtime cannot go on, so that another process has to take its place."""
         self.runtime.check_running()

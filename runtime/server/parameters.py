@@ -40,6 +40,7 @@ class Job:
     priority: int = 0
     tenant: str | None = None
     cache_salt: str | None = None
+    session: str | None = None
     tells_steps: bool = False
 
     def choice(self, index: int) -> SamplingParams:
@@ -74,7 +75,8 @@ def job_of(request: ChatRequest | CompletionRequest, defaults: SamplingParams, m
     if isinstance(request, ChatRequest) and tenant is None:
         tenant = request.safety_identifier
     return Job(
-        sampling, _speculation(request), request.n or 1, request.priority or 0, tenant, request.cache_salt, tells_steps
+        sampling, _speculation(request), request.n or 1, request.priority or 0, tenant, request.cache_salt,
+        request.prompt_cache_key if isinstance(request, ChatRequest) else None, tells_steps,
     )  # fmt: skip
 
 

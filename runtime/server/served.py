@@ -59,5 +59,5 @@ class Served(Protocol):
     def submit(  # noqa: PLR0913 - as `Runtime.submit`
         self, prompt: Sequence[int], params: SamplingParams, speculation: SpeculationParams, *,
         priority: int, timeout: float | None, first_token_timeout: float | None, tenant: str | None,
-        cache_salt: str | None, on_output: Listener, keep_trees: bool,
+        cache_salt: str | None, session: str | None, on_output: Listener, keep_trees: bool,
     ) -> Submission: ...  # fmt: skip

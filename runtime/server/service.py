@@ -144,8 +144,8 @@ class Service:
         submission = self.runtime.submit(
             ids, job.choice(index), job.speculation, priority=job.priority,
             timeout=self.settings.request_timeout, first_token_timeout=self.settings.first_token_timeout,
-            tenant=job.tenant, cache_salt=job.cache_salt, on_output=_Watcher(self.metrics, self._backlog, len(ids)),
-            keep_trees=job.tells_steps,
+            tenant=job.tenant, cache_salt=job.cache_salt, session=job.session,
+            on_output=_Watcher(self.metrics, self._backlog, len(ids)), keep_trees=job.tells_steps,
         )  # fmt: skip
         self.metrics.arrived(len(ids))
         self._running.add(submission)

@@ -8,6 +8,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.text.tokenizer import Detokenizer
 from tests.runtime.fakes import greedy, make_runtime
 
@@ -40,15 +41,10 @@ def test_a_resumed_text_is_that_of_a_request_that_was_not_interrupted(
     assert len(whole.token_ids) > 4
     for count in (1, 2, len(whole.token_ids) // 2, len(whole.token_ids) - 1):
         runtime.forget_prefixes()
-        new: list[int] = []
-        found = runtime.submit(
-            PROMPT,
-            params,
-            method,
-            written=whole.token_ids[:count],
-            on_output=lambda output: new.extend(output.token_ids),
-        ).result()
-        assert (*whole.token_ids[:count], *new) == whole.token_ids
+        new: list[RequestOutput] = []
+        written = whole.token_ids[:count]
+        found = runtime.submit(PROMPT, params, method, written=written, on_output=new.append).result()
+        assert sum([output.token_ids for output in new], written) == whole.token_ids
         assert (found.text, found.token_ids, found.prompt_tokens) == (whole.text, whole.token_ids, len(PROMPT))
         assert found.finish_reason == whole.finish_reason
         if whole.logprobs is not None:

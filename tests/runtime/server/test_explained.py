@@ -9,9 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from redraft.runtime import Runtime
-from redraft.runtime.generation import Origin, node_origins, origins
+from redraft.runtime.generation import Origin, node_origins, origins, recorded
 from redraft.runtime.requests.batch import RequestStep
-from redraft.runtime.generation import recorded
 from redraft.runtime.server.explained import tree_of
 from redraft.runtime.server.tokens import TokenTexts
 from redraft.runtime.trees.offers import Offer, OfferKey, Plan, StepLimits

@@ -1,0 +1,143 @@
+"""Replicas as a deployment of Ray Serve, which starts, checks, replaces and counts them. It needs the extra `ray`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from redraft.cpus import default_threads
+from redraft.runtime.api import Runtime
+from redraft.runtime.replicas.calls import Answer, Call, Description
+from redraft.runtime.replicas.cores import core_sets, take_cores
+from redraft.runtime.replicas.gateway import ReplicaDied
+from redraft.runtime.replicas.replica import Replica
+from redraft.runtime.replicas.routing import OVERLOAD, PrefixTable
+
+_CHECK_SECONDS, _UNANSWERED_SECONDS = 2.0, 30.0
+_FOREVER = 1 << 20
+"""More requests than a replica ever takes: it has a queue of its own, which refuses what does not fit."""
+
+
+class Engine:
+    """A replica in an actor of Ray.
+
+    bundle:  its folder, on this machine.   options: of `Runtime.open`.
+    per_machine: replicas that may run on one machine, each on cores of its own; 0 to leave the cores to the system.
+    """
+
+    def __init__(self, bundle: str, options: Mapping[str, Any], per_machine: int, progress_timeout: float) -> None:
+        if per_machine:
+            self._cores, self._held = take_cores(core_sets(per_machine))
+            default_threads.cache_clear()
+        runtime = Runtime.open(Path(bundle), **options)
+        runtime.warm()
+        gc.collect()
+        gc.freeze()
+        self._replica = Replica(runtime, serve.get_replica_context().replica_tag, progress_timeout)
+
+    async def describe(self) -> Description:
+        """As `Replica.describe`."""
+        return self._replica.describe()
+
+    async def run(self, call: Call) -> AsyncGenerator[Answer]:
+        """As `Replica.run`."""
+        async for answer in self._replica.run(call):
+            yield answer
+
+    def check_health(self) -> None:
+        """Raise an error if Serve has to replace this replica."""
+        self._replica.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what Serve scales by: requests that run, and tokens of prompts and answers that wait."""
+        return self._replica.load()
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a call to the replica that has most of its prompt's rows (`PrefixTable`)."""
+
+    def initialize_state(self, overload: int = OVERLOAD, **_: Any) -> None:
+        """Begin without any knowledge."""
+        self._table = PrefixTable(overload)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas, one a rank."""
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = {name: self.replica_queue_len_cache.get(one.replica_id) or 0 for name, one in by_name.items()}
+        call = _call_of(pending_request)
+        if call is None:
+            return [[by_name[name]] for name in sorted(loads, key=loads.__getitem__)]
+        tokens = (*call.prompt, *call.written)
+        return [[by_name[name]] for name in self._table.order(tokens, loads, call.cache_salt, call.session)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Note which replica computes the prompt."""
+        if (call := _call_of(pending_request)) is not None:
+            self._table.note((*call.prompt, *call.written), replica_id.unique_id, call.cache_salt, call.session)
+
+
+def _call_of(pending: PendingRequest | None) -> Call | None:
+    return next((one for one in pending.args if isinstance(one, Call)), None) if pending is not None else None
+
+
+class ServeReplicas:
+    """The replicas behind a handle of an `Engine` deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._run = handle.options(method_name="run", stream=True)
+
+    def describe(self) -> Description:
+        """Return the description of one of them. Waits until there is one."""
+        found: Description = self._handle.describe.remote().result()
+        return found
+
+    async def run(self, call: Call) -> AsyncGenerator[Answer]:
+        """As `Replicas.run`. Waits for a replica while there is none."""
+        answers = self._run.remote(call)
+        try:
+            async for answer in answers:
+                yield answer
+        except RayTaskError:  # raised in the replica, which lives
+            raise
+        except (RayError, RayServeException) as error:
+            raise ReplicaDied from error
+        finally:
+            with suppress(Exception):
+                answers.cancel()
+
+
+def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
+    bundle: Path, options: Mapping[str, Any], *, replicas: int | AutoscalingConfig, cores: int, gpus: float = 0,
+    per_machine: int = 0, progress_timeout: float = 30.0, drain_seconds: float = 30.0, overload: int = OVERLOAD,
+    name: str = "engine",
+) -> Any:  # fmt: skip
+    """Return the bound deployment of a bundle's replicas.
+
+    replicas: their number, or how Serve chooses it.   cores, gpus: of each one.   per_machine: as `Engine`.
+    drain_seconds: that a replica which has to leave may take to end its requests; others go on with the rest.
+    """
+    count: dict[str, Any] = (
+        {"autoscaling_config": replicas} if isinstance(replicas, AutoscalingConfig) else {"num_replicas": replicas}
+    )
+    return serve.deployment(
+        Engine, name=name, ray_actor_options={"num_cpus": cores, "num_gpus": gpus}, max_ongoing_requests=_FOREVER,
+        health_check_period_s=_CHECK_SECONDS, health_check_timeout_s=_UNANSWERED_SECONDS,
+        graceful_shutdown_timeout_s=drain_seconds, graceful_shutdown_wait_loop_s=0.5,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter, request_router_kwargs={"overload": overload}
+        ),
+        **count,
+    ).bind(str(bundle.resolve()), dict(options), per_machine, progress_timeout)  # fmt: skip
