@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from redraft.cpus import cores_of
@@ -17,19 +16,17 @@ from redraft.errors import UsageError
 from redraft.user_cache import user_cache
 
 
-def core_sets(count: int, cpus: Sequence[Sequence[int]] | None = None) -> list[tuple[int, ...]]:
-    """Return `count` sets of logical processors of almost equal size, none of which shares a core with another.
+def core_sets(cores: int, cpus: Sequence[Sequence[int]] | None = None) -> list[tuple[int, ...]]:
+    """Return sets of logical processors, each of so many cores, none of which is in two of them.
 
     cpus: the logical processors of each core; None for those that this process may use.
-    Raises UsageError for fewer cores than sets.
+    Raises UsageError if there are not enough cores for one set.
     """
-    cores = cores_of(os.sched_getaffinity(0)) if cpus is None else cpus
-    if count > len(cores):
-        raise UsageError(f"{count} replicas need {count} cores, and there are {len(cores)}", "start fewer replicas")
-    ends = [len(cores) * number // count for number in range(count + 1)]
-    return [
-        tuple(sorted(cpu for core in cores[first:last] for cpu in core)) for first, last in pairwise(ends)
-    ]  # fmt: skip
+    found = cores_of(os.sched_getaffinity(0)) if cpus is None else cpus
+    if cores > len(found):
+        raise UsageError(f"a replica wants {cores} cores, and there are {len(found)}", "give it fewer")
+    starts = range(0, len(found) - cores + 1, cores)
+    return [tuple(sorted(cpu for core in found[start : start + cores] for cpu in core)) for start in starts]
 
 
 def take_cores(sets: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[int]]:

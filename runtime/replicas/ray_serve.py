@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -24,6 +25,8 @@ from redraft.runtime.replicas.replica import Replica
 from redraft.runtime.replicas.routing import OVERLOAD, PrefixTable
 
 _CHECK_SECONDS, _UNANSWERED_SECONDS = 2.0, 30.0
+_BUSY = 0.75
+"""Share of the slots that should have a request: above it, one more replica starts."""
 _FOREVER = 1 << 20
 """More requests than a replica ever takes: it has a queue of its own, which refuses what does not fit."""
 
@@ -32,12 +35,12 @@ class Engine:
     """A replica in an actor of Ray.
 
     bundle:  its folder, on this machine.   options: of `Runtime.open`.
-    per_machine: replicas that may run on one machine, each on cores of its own; 0 to leave the cores to the system.
+    cores:   physical cores to which it keeps; 0 to leave that to the system.
     """
 
-    def __init__(self, bundle: str, options: Mapping[str, Any], per_machine: int, progress_timeout: float) -> None:
-        if per_machine:
-            self._cores, self._held = take_cores(core_sets(per_machine))
+    def __init__(self, bundle: str, options: Mapping[str, Any], cores: int, progress_timeout: float) -> None:
+        if cores:
+            self._cores, self._held = take_cores(core_sets(cores))
             default_threads.cache_clear()
         runtime = Runtime.open(Path(bundle), **options)
         runtime.warm()
@@ -88,6 +91,30 @@ class PrefixRouter(RequestRouter):
             self._table.note((*call.prompt, *call.written), replica_id.unique_id, call.cache_salt, call.session)
 
 
+class LoadPolicy:
+    """Serve's choice of the number of replicas: by requests that run and tokens that wait, in all of them.
+
+    slots: requests that a replica runs at once.   queued_tokens: of waiting prompts, for which one more is worth it.
+    """
+
+    def __init__(self, slots: int, queued_tokens: int) -> None:
+        self._slots = slots
+        self._queued_tokens = queued_tokens
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return the number, and no state."""
+        found = context.aggregated_metrics or {}
+        running, waiting = (sum(found.get(name, {}).values()) for name in ("running_requests", "waiting_tokens"))
+        return max(1, math.ceil(running / (_BUSY * self._slots) + waiting / self._queued_tokens)), {}
+
+
+def load_policy(slots: int, queued_tokens: int) -> AutoscalingPolicy:
+    """Return `LoadPolicy` as Serve takes it."""
+    return AutoscalingPolicy(
+        policy_function=LoadPolicy, policy_kwargs={"slots": slots, "queued_tokens": queued_tokens}
+    )  # fmt: skip
+
+
 def _call_of(pending: PendingRequest | None) -> Call | None:
     return next((one for one in pending.args if isinstance(one, Call)), None) if pending is not None else None
 
@@ -121,12 +148,13 @@ class ServeReplicas:
 
 def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
     bundle: Path, options: Mapping[str, Any], *, replicas: int | AutoscalingConfig, cores: int, gpus: float = 0,
-    per_machine: int = 0, progress_timeout: float = 30.0, drain_seconds: float = 30.0, overload: int = OVERLOAD,
+    cores_apart: bool = False, progress_timeout: float = 30.0, drain_seconds: float = 30.0, overload: int = OVERLOAD,
     name: str = "engine",
 ) -> Any:  # fmt: skip
     """Return the bound deployment of a bundle's replicas.
 
-    replicas: their number, or how Serve chooses it.   cores, gpus: of each one.   per_machine: as `Engine`.
+    replicas: their number, or how Serve chooses it.   cores, gpus: of each one.
+    cores_apart: True to keep replicas of one machine to cores of their own.
     drain_seconds: that a replica which has to leave may take to end its requests; others go on with the rest.
     """
     count: dict[str, Any] = (
@@ -140,4 +168,4 @@ def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
             request_router_class=PrefixRouter, request_router_kwargs={"overload": overload}
         ),
         **count,
-    ).bind(str(bundle.resolve()), dict(options), per_machine, progress_timeout)  # fmt: skip
+    ).bind(str(bundle.resolve()), dict(options), cores if cores_apart else 0, progress_timeout)  # fmt: skip

@@ -141,7 +141,7 @@ def _handle_errors(app: FastAPI, service: Service, host_check: HostCheck) -> Non
             record.error = found.code
         if found.code and (found.status < 500 or found.status == 503) and request.url.path != "/ready":
             service.metrics.refused(found.code)
-        return _error(request, found)
+        return error_response(request, found)
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -150,13 +150,13 @@ def _handle_errors(app: FastAPI, service: Service, host_check: HostCheck) -> Non
         except ApiError as other_host:
             return await refused(request, other_host)
         found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        response = _error(request, found)
+        response = error_response(request, found)
         response.headers.update(error.headers or {})
         return response
 
     async def failed(request: Request, error: Exception) -> Response:
         _LOG.error("a request failed by a fault of the server", exc_info=error)
-        response = _error(request, ApiError(500, "the server failed", code="internal_error"))
+        response = error_response(request, ApiError(500, "the server failed", code="internal_error"))
         if (record := current_record()) is not None:  # this response passes the middleware by
             response.headers.update(record.headers)
         return response
@@ -171,7 +171,7 @@ def _handle_errors(app: FastAPI, service: Service, host_check: HostCheck) -> Non
     app.add_exception_handler(Exception, failed)
 
 
-def _error(request: Request, error: ApiError) -> Response:
+def error_response(request: Request, error: ApiError) -> Response:
     """Return an error in the form of the API that the request uses."""
     return anthropic_response(error) if request.url.path.startswith(_MESSAGES) else error.response()
 

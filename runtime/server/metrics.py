@@ -77,7 +77,7 @@ class ServerMetrics:
         """When running requests got their latest tokens."""
         self._lock = threading.Lock()
         """Of both. Only the loop's thread goes without it, to add a request or to change its time."""
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Time from a request's arrival to its first token.", _SECONDS
         )
@@ -88,17 +88,17 @@ class ServerMetrics:
         self._queued = self._histogram("request_queue_time_seconds", "Time from arrival to a slot.", _SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _SECONDS)
         self._prompt_tokens = prometheus_client.Counter(
-            PREFIX + "prompt_tokens", "Tokens of prompts that arrived.", ["model_name"], registry=self._registry
+            PREFIX + "prompt_tokens", "Tokens of prompts that arrived.", ["model_name"], registry=self.registry
         ).labels(model_name)
         self._refused = prometheus_client.Counter(
             PREFIX + "requests_refused", "Requests that were refused.", ["model_name", "reason"],
-            registry=self._registry,
+            registry=self.registry,
         )  # fmt: skip
-        self._registry.register(self)
+        self.registry.register(self)
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> prometheus_client.Histogram:
         metric = prometheus_client.Histogram(
-            PREFIX + name, text, ["model_name"], buckets=bounds, registry=self._registry
+            PREFIX + name, text, ["model_name"], buckets=bounds, registry=self.registry
         )
         return metric.labels(self._model_name)
 
@@ -133,7 +133,7 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """Return the text of /metrics, of CONTENT_TYPE. Raises UsageError if the runtime is closed."""
-        return prometheus_client.generate_latest(self._registry)
+        return prometheus_client.generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read when they are rendered."""

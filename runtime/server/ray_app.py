@@ -1,7 +1,7 @@
 """A server whose replicas run on Ray Serve: one process with replicas on this machine, or an application of a cluster.
 
 On a cluster: `serve run redraft.runtime.server.ray_app:build bundle=/models/vicuna-7b replicas=4`, or the same in a
-configuration file of Serve. Every node needs the bundle at that path.
+configuration file of Serve (`deploy/serve.yaml`). Every node needs the bundle at that path.
 """
 
 from __future__ import annotations
@@ -9,22 +9,175 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)  # fmt: skip
+
+from redraft.cpus import cores_of
 from redraft.engines import Bundle, open_bundle
 from redraft.errors import BackendError, UsageError
-from redraft.runtime.replicas.cores import core_sets
 from redraft.runtime.replicas.gateway import MAX_RETRIES, Gateway, Replicas
-from redraft.runtime.server.settings import ServerSettings
+from redraft.runtime.server.settings import ServerSettings, read_api_keys
 from redraft.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp
+
     from redraft.runtime.replicas.calls import Description
 
+_Found = TypeVar("_Found")
 _STORE_BYTES = 100 << 20
 """Of Ray's store of large objects, which replicas do not use; Ray takes a third of the memory otherwise."""
+
+
+class ModelSettings(BaseModel):
+    """One model of an application.
+
+    bundle:   its folder, at the same path on every node.
+    replicas: number of processes; with `max_replicas`, the least number, and Serve starts as many as the load needs.
+    cores, gpus: of each replica.   cores_apart: True to keep replicas of one machine to cores of their own.
+    max_num_seqs, max_queued_requests: requests of one replica that run at once, and that wait.
+    max_queued_tokens_each: tokens of waiting prompts for which one more replica starts.
+    exact: as `Runtime.open`.   max_retries: deaths of its replica that a request survives.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    bundle: Path
+    replicas: PositiveInt = 1
+    max_replicas: PositiveInt | None = None
+    cores: PositiveInt = 1
+    gpus: NonNegativeFloat = 0.0
+    cores_apart: bool = True
+    max_num_seqs: PositiveInt = 8
+    max_queued_requests: NonNegativeInt = 256
+    max_queued_tokens_each: PositiveInt = 4096
+    exact: bool = True
+    max_retries: NonNegativeInt = MAX_RETRIES
+
+
+class AppSettings(BaseModel):
+    """The arguments of an application: those of one model, or `models`, each by its name.
+
+    name:  of the one model; that of its bundle's folder by default.
+    fronts: processes that take HTTP requests, each of which knows its own requests only.
+    api_key_file: as `redraft serve --api-key-file`, on every node. The others are fields of `ServerSettings`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    models: dict[str, ModelSettings] = Field(default_factory=dict)
+    name: str | None = None
+    fronts: PositiveInt = 1
+    api_key_file: Path | None = None
+    allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    allow_unknown_fields: bool = False
+    max_body_bytes: PositiveInt = 8 << 20
+    max_prompt_tokens: PositiveInt | None = None
+    request_timeout: PositiveFloat | None = None
+    first_token_timeout: PositiveFloat | None = None
+    progress_timeout: PositiveFloat = 30.0
+    drain_timeout: PositiveFloat = 30.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_model(cls, given: Any) -> Any:
+        """Take the fields of one model out, and make them `models`."""
+        if not isinstance(given, dict) or "models" in given or "bundle" not in given:
+            return given
+        own = {key: value for key, value in given.items() if key in ModelSettings.model_fields}
+        rest = {key: value for key, value in given.items() if key not in own}
+        return {**rest, "models": {given.get("name") or Path(given["bundle"]).name: own}}
+
+    def server(self, model: str) -> ServerSettings:
+        """Return the settings of a model's server. The application listens on all of a node's addresses."""
+        keys = read_api_keys(self.api_key_file) if self.api_key_file else ()
+        own = self.model_dump(exclude={"models", "name", "fronts", "api_key_file"})
+        return ServerSettings(model_name=model, host="0.0.0.0", api_keys=keys, **own)
+
+
+def build(args: AppSettings) -> Any:
+    """Return the application for Ray Serve: replicas of each model, and fronts that answer HTTP requests.
+
+    Raises UsageError without a model.
+    """
+    if not args.models:
+        raise UsageError("the application has no model", "give bundle=DIR, or models in a configuration file")
+    _ray()
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig
+
+    from redraft.runtime.replicas.ray_serve import engine_deployment, load_policy
+
+    engines = {}
+    for number, (name, model) in enumerate(args.models.items()):
+        count: int | AutoscalingConfig = model.replicas
+        if model.max_replicas is not None:
+            count = AutoscalingConfig(
+                min_replicas=model.replicas, max_replicas=model.max_replicas,
+                policy=load_policy(model.max_num_seqs, model.max_queued_tokens_each),
+            )  # fmt: skip
+        engines[name] = engine_deployment(
+            model.bundle,
+            {"max_num_seqs": model.max_num_seqs, "max_waiting": model.max_queued_requests, "exact": model.exact,
+             "threads": None if model.cores_apart else model.cores},
+            replicas=count, cores=model.cores, gpus=model.gpus, cores_apart=model.cores_apart and not model.gpus,
+            progress_timeout=args.progress_timeout, drain_seconds=args.drain_timeout, name=f"engine-{number}",
+        )  # fmt: skip
+    front = serve.deployment(
+        serve.ingress()(Front), name="front", num_replicas=args.fronts, max_ongoing_requests=1 << 20,
+        ray_actor_options={"num_cpus": 1}, graceful_shutdown_timeout_s=args.drain_timeout,
+    )  # fmt: skip
+    return front.bind(args, engines)
+
+
+class Front:
+    """Takes HTTP requests on a node, and asks the replicas of their model."""
+
+    def __init__(self, args: AppSettings, engines: Mapping[str, Any]) -> None:
+        """engines: handles of the replicas of each model."""
+        from redraft.runtime.replicas.ray_serve import ServeReplicas
+
+        self._args = args
+        self._gateways = {}
+        for name, handle in engines.items():
+            model, replicas = args.models[name], ServeReplicas(handle)
+            self._gateways[name] = gateway_of(
+                open_bundle(model.bundle, False), replicas, in_a_thread(replicas.describe), model.max_retries
+            )
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        from redraft.runtime.server.app import create_app
+        from redraft.runtime.server.models_app import models_app
+
+        apps: dict[str, FastAPI] = {
+            name: create_app(gateway, self._args.server(name)) for name, gateway in self._gateways.items()
+        }
+        return models_app(apps)
+
+    def __del__(self) -> None:
+        for gateway in self._gateways.values():
+            gateway.close()
+
+
+def in_a_thread(call: Callable[[], _Found]) -> _Found:
+    """Return what `call` returns, which may not run in an event loop's thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 @contextmanager
@@ -37,7 +190,9 @@ def local_replicas(
     options: of `Runtime.open`.   report: called with the name of each stage that takes seconds.
     Raises UsageError without Ray and for more replicas than cores, and BackendError if they do not start.
     """
-    sets = core_sets(count)
+    cores = len(cores_of(os.sched_getaffinity(0)))
+    if count > cores:
+        raise UsageError(f"{count} replicas need {count} cores, and there are {cores}", "start fewer replicas")
     bundle = open_bundle(folder)
     ray = _ray()
     from ray import serve
@@ -46,14 +201,14 @@ def local_replicas(
 
     report("starting Ray")
     ray.init(
-        num_cpus=sum(map(len, sets)), include_dashboard=False, log_to_driver=False, object_store_memory=_STORE_BYTES,
+        num_cpus=cores, include_dashboard=False, log_to_driver=False, object_store_memory=_STORE_BYTES,
         logging_level=logging.ERROR,
     )  # fmt: skip
     try:
         serve.start(proxy_location="Disabled")
         report(f"starting {count} replicas")
         deployment = engine_deployment(
-            folder, options, replicas=count, cores=min(map(len, sets)), per_machine=count,
+            folder, options, replicas=count, cores=cores // count, cores_apart=True,
             progress_timeout=settings.progress_timeout, drain_seconds=settings.drain_timeout,
         )  # fmt: skip
         try:

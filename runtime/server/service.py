@@ -56,7 +56,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not the served one. None is the served one."""
         if name not in (None, self.settings.model_name):
-            message = f"the model {name!r} does not exist; this server has {self.settings.model_name!r}"
+            message = f"the model {name!r} does not exist; GET /v1/models lists those of this server"
             raise ApiError(404, message, "model", "model_not_found")
 
     def not_ready(self) -> str | None:

@@ -16,10 +16,10 @@ FOUR = [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_sets_are_disjoint_and_split_no_core() -> None:
-    assert core_sets(1, FOUR) == [(0, 1, 2, 3, 4, 5, 6, 7)]
+    assert core_sets(4, FOUR) == [(0, 1, 2, 3, 4, 5, 6, 7)]
     assert core_sets(2, FOUR) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert core_sets(3, FOUR) == [(0, 4), (1, 5), (2, 3, 6, 7)]
-    with pytest.raises(UsageError, match="5 replicas need 5 cores, and there are 4"):
+    assert core_sets(3, FOUR) == [(0, 1, 2, 4, 5, 6)]
+    with pytest.raises(UsageError, match="a replica wants 5 cores, and there are 4"):
         core_sets(5, FOUR)
 
 
