@@ -129,9 +129,10 @@ check-tensorrt: install-dev
 	$(BIN)/python -m tests.engines.tensorrt.real_parser --build --table docs/tensorrt.md build/check/rtx-* build/check/plugin
 
 # A server of BUNDLE against real clients, each in an environment of its own (build/clients, 1.6 GB), schemathesis among
-# them, then against a load of SOAK minutes; and its page in Chromium, which must be there. The embedded model gets a chat template with tools.
+# them, then against a load of SOAK minutes, and one in which KILLS replicas are killed; and its page in Chromium, which must be there. The embedded model gets a chat template with tools.
 BUNDLE ?= build/engines/tiny
 SOAK ?= 0.5
+KILLS ?= 20
 check-serving: install-dev
 	@command -v chromium >/dev/null || { echo "make check-serving needs Chromium: apt-get install chromium" >&2; exit 2; }
 	@$(INSTALL) '.[browser]'
@@ -141,6 +142,7 @@ endif
 	$(BIN)/python -m tests.clients.run --engines $(BUNDLE) $(CLIENTS) \
 	  $(if $(filter build/engines/tiny,$(BUNDLE)),--chat-template tests/clients/tools.jinja)
 	$(MAKE) soak BUNDLE=$(BUNDLE) MINUTES=$(SOAK)
+	$(BIN)/python -m redraft.bench.failover --engines $(BUNDLE) --kills $(KILLS)
 	$(BIN)/python -m pytest -m browser tests/runtime/server
 
 # Mixed load on a server of BUNDLE for some minutes: its texts, errors, memory and slots.

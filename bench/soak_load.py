@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from redraft.bench.http_client import Client, Json, Refused
 from redraft.bench.soak_answers import Choices
@@ -19,11 +20,16 @@ _SAMPLE_SECONDS, _MOST_REASONS = 0.5, 20
 
 @dataclass
 class Tally:
-    """What happened. wrong: the first reasons of failures.   memory: seconds and MB."""
+    """What happened.
+
+    wrong: the first reasons of failures.   memory: seconds and MB.
+    gaps:  seconds, the longest between two events of each stream that was read to its end.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, what: str) -> None:
@@ -94,9 +100,11 @@ class Load:
 
     def _stream(self, client: Client, draw: random.Random) -> None:
         number, asked, fields = self._drawn(draw)
-        choices = Choices()
-        for _, event in client.events(asked.path, fields):
+        choices, times = Choices(), list[float]()
+        for now, event in client.events(asked.path, fields):
             choices.add(event["choices"])
+            times.append(now)
+        self.tally.gaps.append(max([after - before for before, after in pairwise(times)], default=0.0))
         self._compare(number, fields, choices)
 
     def _compare(self, number: int, fields: Json, choices: Choices) -> None:

@@ -151,7 +151,8 @@ class Runtime:
         """
         if self._bundle is None:
             return f"redraft-{self.verifier.device.name}"
-        return f"redraft-{self.build[:12]}-{self.kernels}-{identity_key(self._identity)[:12]}"
+        machine = f"-{identity_key(self._identity)[:12]}"
+        return f"redraft-{self.build[:12]}-{self.kernels.removesuffix(machine)}{machine}"
 
     @property
     def build(self) -> str:
@@ -160,11 +161,13 @@ class Runtime:
 
     @property
     def kernels(self) -> str:
-        """The precision and kernels that compute the texts."""
+        """The precision and kernels that compute the texts, and the machine if they round otherwise on others."""
         device = self.verifier.device
+        own = isinstance(device, HostDevice) and device.own_attention
         path = device.verifier_graph if isinstance(device, HostDevice) else device.name
         precision = "" if self._bundle is None else f"{self._bundle.manifest.precision}-"
-        return f"{precision}{path}" if self.exact else f"{precision}{path}-inexact"
+        machine = "" if own else f"-{identity_key(self._identity)[:12]}"
+        return f"{precision}{path}{'' if self.exact else '-inexact'}{machine}"
 
     @property
     def default_method(self) -> str:
@@ -195,8 +198,12 @@ class Runtime:
         """Requests that may run at once."""
         return self.verifier.max_num_seqs
 
+    @property
+    def calls_lost(self) -> None:
+        """None: this process works on its requests itself."""
+
     def replica_of(self, request: Request) -> None:
-        """Return None: this process works on its requests itself."""
+        """Return None, for the same reason."""
 
     @property
     def caveats(self) -> tuple[str, ...]:

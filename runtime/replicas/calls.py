@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from redraft.errors import RedraftError
+from redraft import __version__, names
+from redraft.engines.digests import text_digest
+from redraft.engines.manifest import Manifest
+from redraft.errors import BackendError, RedraftError
 from redraft.runtime.controllers.experience import Gain
 from redraft.runtime.generation import StepRecord
 from redraft.runtime.params import SamplingParams, SpeculationParams
@@ -13,15 +16,48 @@ from redraft.runtime.requests.request import FinishReason
 from redraft.runtime.sampling.truncation import TokenLogprobs
 
 
+class Identity(NamedTuple):
+    """What has to be equal.
+
+    version: of redraft: another one may not understand a call.
+    tokens:  digest of the tokenizer and of the limits of token ids: others mean other texts by them.
+    texts:   digest of all that decides texts, without drafters: others cannot go on with a text.
+    """
+
+    version: str
+    tokens: str
+    texts: str
+
+
+def identity_of(manifest: Manifest, kernels: str) -> Identity:
+    """Return the identity of a bundle whose texts these kernels compute."""
+    files = {graph.file for name, graph in manifest.graphs.items() if name.startswith(names.VERIFIER)}
+    files |= {weight.file for weight in manifest.weights}
+    tokenizer = manifest.files[names.TOKENIZER_FILE].sha256
+    limits = (manifest.max_model_len, manifest.shape.vocabulary, manifest.bos_token_id, manifest.eos_token_ids)
+    digests = sorted(manifest.files[file].sha256 for file in files)
+    return Identity(
+        __version__, text_digest(tokenizer, repr(limits)), text_digest(tokenizer, repr(limits), kernels, *digests)
+    )  # fmt: skip
+
+
+def check_identity(name: str, identity: Identity, version: str, tokens: str) -> None:
+    """Raise BackendError if a replica does not understand the calls of a gateway of this version and tokenizer."""
+    if identity.version != version:
+        raise BackendError(f"replica {name} has redraft {identity.version}, its gateway {version}", "install the same")
+    if identity.tokens != tokens:
+        raise BackendError(f"replica {name} has another tokenizer than its gateway", "give both the same bundle")
+
+
 @dataclass(frozen=True)
 class Call:
-    """A request to a replica: the arguments of `Runtime.submit`, and the gateway's build and version of redraft."""
+    """A request to a replica: the arguments of `Runtime.submit`, with `version` and `tokens` of the gateway."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     speculation: SpeculationParams
-    build: str
     version: str
+    tokens: str
     priority: int = 0
     timeout: float | None = None
     first_token_timeout: float | None = None
@@ -35,20 +71,19 @@ class Call:
 class Started(NamedTuple):
     """A replica has taken the request.
 
-    replica: its name.   kernels: of its texts; others compute other ones, unless they are exact.
+    replica: its name.   texts: of its identity.   fingerprint: names its build and its kernels.
     """
 
     replica: str
-    kernels: str
+    texts: str
+    fingerprint: str
 
 
 class Description(NamedTuple):
-    """What all replicas have in common.   slots: requests that one of them runs at once."""
+    """What a gateway has to know of its replicas.   slots: requests that one of them runs at once."""
 
-    build: str
-    version: str
-    kernels: str
-    exact: bool
+    identity: Identity
+    fingerprint: str
     methods: tuple[str, ...]
     default_method: str
     vocabulary: int

@@ -39,6 +39,8 @@ MAX_RETRIES = 1
 """Deaths of its replica that a request survives. The request may be what kills them."""
 _RETRY_SECONDS = 0.05
 """Until a request is sent again."""
+_LATE_SECONDS = 1.0
+"""Time past its deadline after which a request ends here, if no replica has ended it."""
 
 
 class ReplicaDied(Exception):
@@ -67,7 +69,7 @@ class _Line:
     """A request, and the call that a replica works on for it.
 
     taken:    done when a replica has taken it, or refused to.   deaths: of replicas that worked on it.
-    predicted: counts of the calls before this one.   ends: seconds of `time.monotonic`.
+    predicted: counts of the calls before this one.   limit: of its time.
     """
 
     request: Request
@@ -75,41 +77,37 @@ class _Line:
     taken: Future[None] = field(default_factory=Future)
     task: asyncio.Task[None] | None = None
     replica: str = ""
-    kernels: str = ""
+    texts: str = ""
     deaths: int = 0
     predicted: tuple[int, int] = (0, 0)
+    limit: asyncio.Timeout | None = None
 
 
 class Gateway:
     """What a server asks instead of a `Runtime`: the same requests, worked on by replicas.
 
-    description: of the replicas, which must all be like that.   retries: deaths of its replica that a request survives.
+    description: of one of the replicas, which understands this version and the bundle's tokens.
+    retries: deaths of its replica that a request survives.   max_waiting: requests that may wait here for a replica.
     All methods may be called from any thread.
     """
 
     def __init__(
         self, bundle: Bundle, tokenizer: Tokenizer, replicas: Replicas, description: Description,
-        retries: int = MAX_RETRIES,
+        retries: int = MAX_RETRIES, max_waiting: int | None = None,
     ) -> None:  # fmt: skip
         manifest = bundle.manifest
-        if (description.version, description.build) != (__version__, manifest.build_key):
-            raise BackendError(
-                f"the replicas have redraft {description.version} and the build {description.build[:12]}, this gateway "
-                f"{__version__} and {manifest.build_key[:12]}",
-                "give all of them the same",
-            )
         self.tokenizer = tokenizer
         self.description = description
         self.max_model_len = manifest.max_model_len
         self.vocabulary = description.vocabulary
         self.caveats = manifest.model.caveats
-        self.exact = description.exact
-        self.deaths = 0
-        """Deaths of replicas, counted once for each request that a replica worked on."""
+        self.calls_lost: int | None = 0
+        """Deaths of replicas, counted once for each request that they worked on."""
         self._bundle = bundle
         self._stop_tokens = frozenset(manifest.eos_token_ids)
         self._replicas = replicas
         self._retries = retries
+        self._max_waiting = max_waiting
         self._lines: dict[Request, _Line] = {}
         self._latest: dict[str, Update] = {}
         """The last update of each replica, also of those that died."""
@@ -122,8 +120,8 @@ class Gateway:
 
     @property
     def fingerprint(self) -> str:
-        """As `Runtime.fingerprint`, without the machine: replicas of one gateway may be on several."""
-        return f"redraft-{self.description.build[:12]}-{self.description.kernels}"
+        """That of a replica. Each request has the one of the replica that works on it."""
+        return self.description.fingerprint
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -179,7 +177,10 @@ class Gateway:
             raise UsageError("this gateway is closed", "open it again")
 
     def check_queue(self, count: int) -> None:
-        """Do nothing: the replicas have queues, and refuse what finds no space in them."""
+        """Raise QueueFull if too many requests wait for a replica. Those that have one are in its own queue."""
+        waiting = sum(not line.taken.done() for line in list(self._lines.values()))
+        if self._max_waiting is not None and waiting + count > self._max_waiting:
+            raise QueueFull(waiting, None)
 
     def close(self) -> None:
         """End all requests with an error. Closing again does nothing."""
@@ -220,11 +221,13 @@ class Gateway:
         request.deadline = None if timeout is None else now + timeout
         request.first_token_deadline = None if first_token_timeout is None else now + first_token_timeout
         call = Call(
-            tuple(ids), params, speculation, self.description.build, __version__, priority, timeout,
+            tuple(ids), params, speculation, __version__, self.description.identity.tokens, priority, timeout,
             first_token_timeout, tenant, cache_salt, session, keep_trees,
         )  # fmt: skip
         text = reader_of(self.tokenizer, ids, params)
         submission = Submission(request, self.tokenizer, text, self, listener=on_output)
+        if not self._lines:
+            self._progress = now
         self._lines[request] = _Line(request, call)
         submission.start()
         return submission
@@ -252,9 +255,12 @@ class Gateway:
         """Work on a request until it ends, on one replica after another if they die."""
         update = Update(finish_reason="abort")
         try:
-            while not await self._ended(line):
-                await self._wait(line)
-            return
+            async with asyncio.timeout_at(_end(line.request.due)) as line.limit:
+                while not await self._ended(line):
+                    await self._wait(line)
+                return
+        except TimeoutError:  # no replica ended it in time
+            update = Update(finish_reason="timeout")
         except asyncio.CancelledError:
             if self._closed:
                 update = Update(finish_reason="error", error=UsageError("this gateway is closed", "open it again"))
@@ -291,7 +297,9 @@ class Gateway:
                         return False
             raise ReplicaDied
         except ReplicaDied as death:
-            self.deaths += 1
+            if not line.replica:  # it had not begun
+                return False
+            self.calls_lost = (self.calls_lost or 0) + 1
             self._alive.discard(line.replica)
             line.deaths += 1
             _LOG.warning("replica %s died with a request after %d tokens", line.replica, len(line.request.new_tokens))
@@ -313,9 +321,12 @@ class Gateway:
         await asyncio.sleep(_RETRY_SECONDS)
 
     def _start(self, line: _Line, started: Started) -> None:
-        if line.kernels and line.kernels != started.kernels and line.request.new_tokens:
-            raise BackendError(f"the replica died, and no other has its kernels: {line.kernels}, not {started.kernels}")
-        line.replica, line.kernels = started.replica, started.kernels
+        if line.texts != started.texts and line.request.new_tokens:
+            raise BackendError(
+                "the replica is gone, and another one would write another text", "send the request again"
+            )
+        line.replica, line.texts = started.replica, started.texts
+        line.request.fingerprint = started.fingerprint
         self._alive.add(started.replica)
         if not line.taken.done():
             line.taken.set_result(None)
@@ -329,6 +340,8 @@ class Gateway:
                 request.admitted = request.started + update.waited
             request.slot, request.num_computed_tokens = 0, update.rows
             request.append(update.token_ids)
+            if line.limit is not None and request.first_token_deadline is not None:
+                line.limit.reschedule(_end(request.due))
             if request.sampler.logprobs is not None:
                 request.sampler.logprobs += update.logprobs
             self._latest[line.replica] = update
@@ -343,6 +356,11 @@ class Gateway:
                 request.deliver(RequestOutput(request, update.token_ids, update.step, update.finish_reason))
             except Exception:  # noqa: BLE001 - a caller's function; nobody else may lose an output by it
                 _LOG.exception("a request's callback raised")
+
+
+def _end(due: float | None) -> float | None:
+    """Return the time of the event loop's clock at which a request has to be over; its replica ends it before."""
+    return None if due is None else due + _LATE_SECONDS
 
 
 def _counts(request: Request) -> tuple[int, int]:

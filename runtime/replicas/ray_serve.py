@@ -12,13 +12,15 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from redraft.cpus import default_threads
+from redraft.engines.manifest import load_manifest
+from redraft.errors import BackendError, BundleError
 from redraft.runtime.api import Runtime
-from redraft.runtime.replicas.calls import Answer, Call, Description
+from redraft.runtime.replicas.calls import Answer, Call, Description, identity_of
 from redraft.runtime.replicas.cores import core_sets, take_cores
 from redraft.runtime.replicas.gateway import ReplicaDied
 from redraft.runtime.replicas.replica import Replica
@@ -34,11 +36,20 @@ _FOREVER = 1 << 20
 class Engine:
     """A replica in an actor of Ray.
 
-    bundle:  its folder, on this machine.   options: of `Runtime.open`.
+    bundle:  its folder, on this machine.   build: its digest, which is the same on all machines.
+    options: of `Runtime.open`.
     cores:   physical cores to which it keeps; 0 to leave that to the system.
     """
 
-    def __init__(self, bundle: str, options: Mapping[str, Any], cores: int, progress_timeout: float) -> None:
+    def __init__(
+        self, bundle: str, build: str, options: Mapping[str, Any], cores: int, progress_timeout: float
+    ) -> None:
+        manifest = load_manifest(Path(bundle))
+        if manifest.build_key != build:
+            raise BundleError(
+                f"{bundle} on this node is another bundle than on the node that deploys it: build "
+                f"{manifest.build_key[:12]}, not {build[:12]}", "copy the same bundle to all nodes",
+            )  # fmt: skip
         if cores:
             self._cores, self._held = take_cores(core_sets(cores))
             default_threads.cache_clear()
@@ -46,7 +57,8 @@ class Engine:
         runtime.warm()
         gc.collect()
         gc.freeze()
-        self._replica = Replica(runtime, serve.get_replica_context().replica_tag, progress_timeout)
+        name, identity = serve.get_replica_context().replica_tag, identity_of(manifest, runtime.kernels)
+        self._replica = Replica(runtime, name, identity, progress_timeout)
 
     async def describe(self) -> Description:
         """As `Replica.describe`."""
@@ -139,6 +151,8 @@ class ServeReplicas:
                 yield answer
         except RayTaskError:  # raised in the replica, which lives
             raise
+        except DeploymentUnavailableError as error:
+            raise BackendError("no replica can be started", "read Ray's log") from error
         except (RayError, RayServeException) as error:
             raise ReplicaDied from error
         finally:
@@ -160,7 +174,7 @@ def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
     count: dict[str, Any] = (
         {"autoscaling_config": replicas} if isinstance(replicas, AutoscalingConfig) else {"num_replicas": replicas}
     )
-    return serve.deployment(
+    engine = serve.deployment(
         Engine, name=name, ray_actor_options={"num_cpus": cores, "num_gpus": gpus}, max_ongoing_requests=_FOREVER,
         health_check_period_s=_CHECK_SECONDS, health_check_timeout_s=_UNANSWERED_SECONDS,
         graceful_shutdown_timeout_s=drain_seconds, graceful_shutdown_wait_loop_s=0.5,
@@ -168,4 +182,8 @@ def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
             request_router_class=PrefixRouter, request_router_kwargs={"overload": overload}
         ),
         **count,
-    ).bind(str(bundle.resolve()), dict(options), cores if cores_apart else 0, progress_timeout)  # fmt: skip
+    )  # fmt: skip
+    apart = cores if cores_apart else 0
+    return engine.bind(
+        str(bundle.resolve()), load_manifest(bundle).build_key, dict(options), apart, progress_timeout
+    )  # fmt: skip

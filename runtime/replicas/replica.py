@@ -5,34 +5,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from redraft import __version__
 from redraft.errors import BackendError, RedraftError
 from redraft.runtime.api import Runtime
 from redraft.runtime.drafters.chain_lookups import PredictedText
 from redraft.runtime.generation import recorded
 from redraft.runtime.loop.scheduler import RequestOutput
-from redraft.runtime.replicas.calls import Answer, Call, Description, Refused, Started, Update
+from redraft.runtime.replicas.calls import Answer, Call, Description, Identity, Refused, Started, Update, check_identity
 from redraft.runtime.submission import Submission
 
 
 class Replica:
     """A runtime with a name, which is unique among the replicas of a gateway.
 
+    identity: of its bundle and kernels.
     progress_timeout: seconds without a step, while requests wait, after which it counts as broken.
     """
 
-    def __init__(self, runtime: Runtime, name: str, progress_timeout: float = 30.0) -> None:
+    def __init__(self, runtime: Runtime, name: str, identity: Identity, progress_timeout: float = 30.0) -> None:
         self.runtime = runtime
         self.name = name
+        self.identity = identity
         self._progress_timeout = progress_timeout
-        self._build, self._kernels = runtime.build, runtime.kernels
+        self._fingerprint = runtime.fingerprint
 
     def describe(self) -> Description:
         """Return what its gateway has to know."""
         runtime = self.runtime
         return Description(
-            self._build, __version__, self._kernels, runtime.exact, runtime.methods, runtime.default_method,
-            runtime.verifier.vocabulary, runtime.verifier.max_num_seqs,
+            self.identity, self._fingerprint, runtime.methods, runtime.default_method, runtime.vocabulary,
+            runtime.slots,
         )  # fmt: skip
 
     def load(self) -> dict[str, float]:
@@ -59,7 +60,7 @@ class Replica:
             yield Refused(error)
             return
         try:
-            yield Started(self.name, self._kernels)
+            yield Started(self.name, self.identity.texts, self._fingerprint)
             while True:
                 update = await updates.get()
                 yield update
@@ -69,10 +70,7 @@ class Replica:
             submission.abort()
 
     def _submit(self, call: Call, send: Callable[[Update], object]) -> Submission:
-        for what, ours, theirs in (("redraft", __version__, call.version), ("the bundle", self._build, call.build)):
-            if ours != theirs:
-                message = f"replica {self.name} has {what} {ours}, its gateway {theirs}"
-                raise BackendError(message, "give all of them the same")
+        check_identity(self.name, self.identity, call.version, call.tokens)
         return self.runtime.submit(
             call.prompt, call.params, call.speculation, priority=call.priority, timeout=call.timeout,
             first_token_timeout=call.first_token_timeout, tenant=call.tenant, cache_salt=call.cache_salt,

@@ -42,6 +42,7 @@ class Request:
     speculation:    how it drafts; the decode loop sets its default if a request has none.
     plain:          how it goes on if its drafter or controller fails.   drafting_error: why it had to.
     drafting:       state of each drafter.   control: state of the controller.
+    fingerprint:    of the runtime that works on it; None if it is this process's.
     tenant:         requests of the same tenant may share their outputs.   turn: whose turn it needs to get a slot.
     salt:           only requests of equal salts share KV rows.
     priority:       requests of smaller numbers come first.
@@ -72,6 +73,7 @@ class Request:
     drafting_error: RedraftError | None = None
     drafting: dict[object, Any] = field(default_factory=dict)
     control: Any = None
+    fingerprint: str | None = None
     tenant: str | None = None
     turn: str | None = None
     salt: str | None = None

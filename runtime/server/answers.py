@@ -197,7 +197,7 @@ class Choices:
             "object": kind,
             "created": self.created,
             "model": self.service.settings.model_name,
-            "system_fingerprint": self.service.fingerprint,
+            "system_fingerprint": self.submissions[0].request.fingerprint or self.service.fingerprint,
             "choices": choices,
         }
 

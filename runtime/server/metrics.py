@@ -154,6 +154,10 @@ class ServerMetrics:
             ("plain_decode_seconds", "Time in which plain steps would bring their tokens.", gain.plain_ms / 1e3),
         ):
             yield self._counter(name, text, {"": count})
+        if (lost := self._runtime.calls_lost) is not None:
+            yield self._counter(
+                "replica_calls_lost", "Requests that lost their replica, and went on or failed.", {"": lost}
+            )
         at = {str(depth): count for depth, count in enumerate(sums.accepted_at)}
         text = "Accepted tokens by their depth in the draft, from 0."
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, at, "position")

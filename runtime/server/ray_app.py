@@ -25,9 +25,11 @@ from pydantic import (
     model_validator,
 )  # fmt: skip
 
+from redraft import __version__
 from redraft.cpus import cores_of
 from redraft.engines import Bundle, open_bundle
 from redraft.errors import BackendError, UsageError
+from redraft.runtime.replicas.calls import check_identity, identity_of
 from redraft.runtime.replicas.gateway import MAX_RETRIES, Gateway, Replicas
 from redraft.runtime.server.settings import ServerSettings, read_api_keys
 from redraft.runtime.text.tokenizer import Tokenizer
@@ -157,7 +159,11 @@ class Front:
         for name, handle in engines.items():
             model, replicas = args.models[name], ServeReplicas(handle)
             self._gateways[name] = gateway_of(
-                open_bundle(model.bundle, False), replicas, in_a_thread(replicas.describe), model.max_retries
+                open_bundle(model.bundle, False),
+                replicas,
+                in_a_thread(replicas.describe),
+                model.max_retries,
+                model.max_queued_requests,
             )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -215,8 +221,12 @@ def local_replicas(
             handle = serve.run(deployment, name="redraft", route_prefix=None)
         except RuntimeError as error:
             raise BackendError(f"the replicas do not start: {_last_line(error)}", "read Ray's log") from error
-        with _gateway(bundle, ServeReplicas(handle), retries) as gateway:
+        replicas = ServeReplicas(handle)
+        gateway = gateway_of(bundle, replicas, replicas.describe(), retries, options.get("max_waiting"))
+        try:
             yield gateway
+        finally:
+            gateway.close()
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -237,17 +247,12 @@ def _last_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
-@contextmanager
-def _gateway(bundle: Bundle, replicas: Any, retries: int) -> Iterator[Gateway]:
-    gateway = gateway_of(bundle, replicas, replicas.describe(), retries)
-    try:
-        yield gateway
-    finally:
-        gateway.close()
-
-
-def gateway_of(bundle: Bundle, replicas: Replicas, description: Description, retries: int = MAX_RETRIES) -> Gateway:
-    """Return a gateway to replicas of a bundle. Raises BackendError if they have another build."""
+def gateway_of(
+    bundle: Bundle, replicas: Replicas, description: Description, retries: int = MAX_RETRIES,
+    max_waiting: int | None = None,
+) -> Gateway:  # fmt: skip
+    """Return a gateway to replicas of a bundle. Raises BackendError if they cannot understand it."""
     manifest = bundle.manifest
+    check_identity("there", description.identity, __version__, identity_of(manifest, "").tokens)
     tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-    return Gateway(bundle, tokenizer, replicas, description, retries)
+    return Gateway(bundle, tokenizer, replicas, description, retries, max_waiting)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from anyio import CancelScope, to_thread
+from anyio import CancelScope, CapacityLimiter, to_thread
 
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime.api import GREEDY
@@ -23,6 +23,7 @@ from redraft.runtime.server.tokens import TokenTexts
 from redraft.runtime.submission import Submission
 
 _LOG = logging.getLogger("redraft.server")
+_MOST_SUBMITTING = 256
 
 
 class Service:
@@ -45,6 +46,7 @@ class Service:
         self.open_answers = 0
         self.texts = TokenTexts(runtime.tokenizer)
         self._backlog = Backlog(settings.max_queued_tokens)
+        self._submitting = CapacityLimiter(_MOST_SUBMITTING)  # a gateway waits for replicas, and others need threads
         self._running: set[Submission] = set()
 
     @property
@@ -99,7 +101,7 @@ class Service:
         """
         started: list[Submission] = []
         with CancelScope(shield=True):  # a request whose client leaves now would run without anyone
-            started = await to_thread.run_sync(self._submit, prompts, job)
+            started = await to_thread.run_sync(self._submit, prompts, job, limiter=self._submitting)
             if (record := current_record()) is not None:
                 record.submitted(started, job)
         return started

@@ -20,7 +20,7 @@ function row(request, most) {
   return element(
     "tr",
     { class: request.state },
-    element("td", {}, request.state),
+    element("td", {}, request.replica ? `${request.state} on ${request.replica}` : request.state),
     element("td", { title: request.method }, request.method),
     element("td", {}, String(request.prompt_tokens)),
     element("td", {}, String(request.tokens)),

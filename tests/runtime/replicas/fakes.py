@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import SimpleNamespace
 
+from redraft import __version__
 from redraft.runtime import Runtime
-from redraft.runtime.replicas.calls import Answer, Call, Update
+from redraft.runtime.replicas.calls import Answer, Call, Identity, Update
 from redraft.runtime.replicas.gateway import Gateway, ReplicaDied
 from redraft.runtime.replicas.replica import Replica
 
@@ -18,7 +19,10 @@ class LocalReplicas:
     """Replicas that take calls in turns.   calls: all that came, in order."""
 
     def __init__(self, runtimes: Sequence[Runtime], dies: Dies = lambda *_: False) -> None:
-        self.replicas = [Replica(runtime, f"replica {number}") for number, runtime in enumerate(runtimes)]
+        self.replicas = [
+            Replica(runtime, f"replica {number}", Identity(__version__, "tokens", "texts"))
+            for number, runtime in enumerate(runtimes)
+        ]
         self.calls: list[Call] = []
         self._dies = dies
 
@@ -35,8 +39,6 @@ class LocalReplicas:
 
 def gateway_of(replicas: LocalReplicas, **options: int) -> Gateway:
     runtime = replicas.replicas[0].runtime
-    manifest = SimpleNamespace(
-        build_key="", max_model_len=runtime.max_model_len, eos_token_ids=(), model=SimpleNamespace(caveats=())
-    )
+    manifest = SimpleNamespace(max_model_len=runtime.max_model_len, eos_token_ids=(), model=SimpleNamespace(caveats=()))
     bundle = SimpleNamespace(manifest=manifest, path=None)
     return Gateway(bundle, runtime.tokenizer, replicas, replicas.replicas[0].describe(), **options)  # type: ignore[arg-type]

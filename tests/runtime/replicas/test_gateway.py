@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
 from redraft.errors import BackendError, RedraftError, UsageError
-from redraft.runtime import RequestError, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.replicas.calls import Call
+from redraft.runtime import QueueFull, RequestError, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.replicas import gateway as gateway_module
+from redraft.runtime.replicas.calls import Answer, Call, Started
 from redraft.runtime.requests.request import Request
 from tests.runtime.fakes import greedy, make_runtime
 from tests.runtime.replicas.fakes import LocalReplicas, gateway_of
@@ -44,7 +46,7 @@ def test_a_replica_that_dies_changes_no_text(runtimes: list[Runtime], params: Sa
         whole.finish_reason,
         whole.logprobs,
     )
-    assert (len(replicas.calls), gateway.deaths) == (2, 1)
+    assert (len(replicas.calls), gateway.calls_lost) == (2, 1)
     assert replicas.calls[1].written == whole.token_ids[: len(replicas.calls[1].written)]
     assert bool(replicas.calls[1].written) == bool(answers)
     gateway.close()
@@ -67,7 +69,7 @@ def test_streams_go_on_while_replicas_die_again_and_again(runtimes: list[Runtime
     for thread in threads:
         thread.join(60)
     assert found == {n: runtimes[0].submit(p, greedy(20), "none").result().text for n, p in enumerate(prompts)}
-    assert gateway.deaths == 8
+    assert gateway.calls_lost == 8
     assert gateway.health.requests == 0
     gateway.close()
 
@@ -116,13 +118,29 @@ def test_closing_ends_requests(runtimes: list[Runtime]) -> None:
         gateway.submit(PROMPT, greedy(5), NGRAM)
 
 
-def test_replicas_of_another_build_are_refused(runtimes: list[Runtime]) -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"version": "9"}, "replica replica 1 has redraft 9"), ({"tokens": "other"}, "has another tokenizer")],
+)
+def test_replicas_that_would_not_understand_are_refused(
+    runtimes: list[Runtime], changed: dict[str, str], message: str
+) -> None:
     replicas = LocalReplicas(runtimes)
     gateway = gateway_of(replicas)
-    replicas.replicas[1]._build = "other"
+    replicas.replicas[1].identity = replicas.replicas[1].identity._replace(**changed)
     assert gateway.submit(PROMPT, greedy(5), NGRAM).result(30).token_ids
-    with pytest.raises(BackendError, match="replica 1 has the bundle other, its gateway "):
+    with pytest.raises(BackendError, match=message):
         gateway.submit(PROMPT, greedy(5), NGRAM)
+    gateway.close()
+
+
+def test_a_text_does_not_go_on_where_it_would_be_another(runtimes: list[Runtime]) -> None:
+    replicas = LocalReplicas(runtimes, lambda call, number, sent: number in (0, 2) and sent == (2 if number else 0))
+    replicas.replicas[1].identity = replicas.replicas[1].identity._replace(texts="others")
+    gateway = gateway_of(replicas)
+    assert gateway.submit(PROMPT, greedy(8), NGRAM).result(30).token_ids  # it had no token yet
+    with pytest.raises(RequestError, match="another one would write another text"):
+        gateway.submit(PROMPT, greedy(20), NGRAM).result(30)
     gateway.close()
 
 
@@ -138,4 +156,52 @@ def test_the_state_here_is_that_of_the_replica(runtimes: list[Runtime]) -> None:
     assert submission.request.speculation.method == "ngram"
     assert sum(submission.request.counters.histogram) == submission.request.counters.spec_steps > 0
     assert isinstance(found.error, RedraftError | None)
+    gateway.close()
+
+
+class NoReplicas:
+    """Replicas of which none is there."""
+
+    async def run(self, call: Call) -> AsyncGenerator[Answer]:
+        await asyncio.sleep(60)
+        yield Started("", "", "")
+
+
+def test_a_request_without_a_replica_ends_when_its_time_is_over(
+    runtimes: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "_LATE_SECONDS", 0.01)
+    gateway = gateway_of(LocalReplicas(runtimes), max_waiting=1)
+    gateway._replicas = NoReplicas()
+    assert gateway.submit(PROMPT, greedy(5), NGRAM, timeout=0.05).ended().finish_reason == "timeout"
+    assert gateway.submit(PROMPT, greedy(5), NGRAM, first_token_timeout=0.05).ended().finish_reason == "timeout"
+    gateway.check_queue(1)
+    waiting = threading.Thread(target=gateway.submit, args=(PROMPT, greedy(5), NGRAM))
+    waiting.start()
+    while not gateway.running:
+        pass
+    with pytest.raises(QueueFull, match="1 requests wait already"):
+        gateway.check_queue(1)
+    gateway.close()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_the_time_of_the_first_token_is_over_when_it_comes(
+    runtimes: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "_LATE_SECONDS", -0.2)  # it would end before its replica says so
+    gateway = gateway_of(LocalReplicas(runtimes))
+    found = gateway.submit(PROMPT, greedy(190), NGRAM, first_token_timeout=1.0)
+    assert found.ended().finish_reason == "length"
+    gateway.close()
+
+
+def test_a_gateway_that_was_idle_has_not_stalled(runtimes: list[Runtime]) -> None:
+    gateway = gateway_of(LocalReplicas(runtimes))
+    gateway._progress -= 3600
+    assert gateway.health.idle_seconds == 0
+    submission = gateway.submit(PROMPT, greedy(30), NGRAM)
+    assert gateway.health.idle_seconds < 60
+    submission.ended()
     gateway.close()
