@@ -14,7 +14,8 @@ reads the whole answer. A conversation has a fixed number of turns, then another
 
 A replica repeats the scheduler's step. It admits requests to its slots, and computes rows of prompts in the call that
 verifies a row of each running request. The scheduler's own constants limit these rows. A step without prompt rows may
-have drafts, with the sizes that bring most tokens a millisecond. `PrefixTable` of the product routes.
+have drafts, with the sizes that bring most tokens a millisecond. The product's own `PrefixTable` routes, and its own
+`Slots` keeps rows of conversations.
 
 t(rows) is measured up to 16 rows (COSTS). More rows are extrapolated linearly, with the slope from 8 to 16.
 """
@@ -31,6 +32,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from redraft.bench.command import run
@@ -45,6 +47,7 @@ from redraft.runtime.loop.scheduler import (
     LONG_SHARE,
     MEASURED_EVERY,
 )
+from redraft.runtime.loop.slots import Slots
 from redraft.runtime.replicas.routing import OVERLOAD, PrefixTable
 from redraft.runtime.steps.verifier import PREFILL_CHUNK
 
@@ -236,10 +239,11 @@ class Request:
 class Setup:
     """A run. Lengths are in tokens, times in seconds.
 
-    machine, model: of COSTS.   users: of all replicas.   slots: of a replica, and parked prefixes beside free ones.
+    machine, model: of COSTS.   users: of all replicas.   slots: of a replica, for running requests.
+    prefixes: slots of a replica for parked prefixes alone; these may lie in free slots of requests too.
     policy: prefix, idlest or random.   think: mean.   message, answer: medians of lognormal lengths with `spread`.
     system: tokens that all conversations begin with.   warm: time before figures are taken, for `seconds`.
-    keep_taken: True as in the product: a parked prefix stays when the next turn has taken a copy of it.
+    parking: product, or lru: the latest rows of each conversation, of which the least recently used go first.
     """
 
     machine: str = "xeon"
@@ -248,6 +252,7 @@ class Setup:
     replicas: int = 1
     users: int = 10
     slots: int = 8
+    prefixes: int = 8
     policy: str = "prefix"
     overload: int = OVERLOAD
     think: float = 30.0
@@ -256,11 +261,113 @@ class Setup:
     answer: int = 150
     spread: float = 0.5
     system: int = 0
-    warm: float = 120.0
+    warm: float = 90.0
     seconds: float = 300.0
     seed: int = 1
     host_ms: float = HOST_MS
-    keep_taken: bool = True
+    parking: str = "product"
+
+
+class Parking(Protocol):
+    """Keeps rows of conversations in a replica's slots."""
+
+    def admit(self, request: Request) -> int:
+        """Give a request a slot. Returns the prompt rows that it takes over."""
+
+    def join(self, request: Request) -> bool:
+        """Let a request run, whose rows are computed. Returns false if it has to wait for a slot."""
+
+    def leave(self, request: Request) -> None:
+        """Park the rows of a request that ended."""
+
+
+class Lru:
+    """The latest rows of each conversation, in the slots that requests leave free."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._system = setup.system
+        self._slots = setup.slots + setup.prefixes
+        self._active = 0
+        self._parked: OrderedDict[int, int] = OrderedDict()  # rows by conversation, the least recently used first
+
+    def admit(self, request: Request) -> int:
+        own = self._parked.pop(request.conversation, self._system if self._parked else 0)
+        self._active += 1
+        self._drop()
+        shared = min(own, request.prompt - 1)
+        return shared - shared % PREFIX_BLOCK
+
+    def join(self, request: Request) -> bool:
+        return True
+
+    def leave(self, request: Request) -> None:
+        self._active -= 1
+        self._parked[request.conversation] = request.prompt + request.answer - 1
+        self._drop()
+
+    def _drop(self) -> None:
+        while len(self._parked) > self._slots - self._active:
+            self._parked.popitem(last=False)
+
+
+@dataclass(eq=False)
+class _Held:
+    """The fields of a product's request that `Slots` reads and writes. It has no drafter's state."""
+
+    tokens: list[int]
+    prompt_length: int
+    num_computed_tokens: int = 0
+    cached_tokens: int = 0
+    slot: int = -1
+    admitted: float = 0.0
+    salt: str | None = None
+    text: None = None
+    record: None = None
+    deliver: None = None
+    drafting: dict[str, Any] = field(default_factory=dict)
+    speculation: Any = field(default_factory=lambda: SimpleNamespace(drafter=_NO_DRAFTER))
+    counters: Any = field(default_factory=lambda: SimpleNamespace(steps=1))
+
+
+_NO_DRAFTER = SimpleNamespace(
+    begin=lambda request: None, resume=lambda request, prefix, rows: rows, move=lambda request, source, target: None
+)
+
+
+class ProductSlots:
+    """The product's `Slots`, over a verifier without rows."""
+
+    def __init__(self, setup: Setup) -> None:
+        verifier: Any = SimpleNamespace(
+            max_num_seqs=setup.slots, slots=setup.slots + setup.prefixes, release=lambda slot: None,
+            move=lambda source, target, rows: None,
+        )  # fmt: skip
+        self._system = setup.system
+        self._slots: Any = Slots(verifier)
+        self._held: dict[Request, _Held] = {}
+
+    def admit(self, request: Request) -> int:
+        held = _Held(tokens_of(request.conversation, request.prompt, self._system), request.prompt)
+        self._held[request] = held
+        self._slots.admit(held)
+        cached = held.num_computed_tokens
+        held.num_computed_tokens = request.prompt - 1
+        return cached
+
+    def join(self, request: Request) -> bool:
+        return bool(self._slots.join(self._held[request]))
+
+    def leave(self, request: Request) -> None:
+        held = self._held.pop(request)
+        held.tokens = tokens_of(request.conversation, request.prompt + request.answer, self._system)
+        held.num_computed_tokens = len(held.tokens) - 1
+        self._slots.leave(held)
+
+
+def tokens_of(conversation: int, count: int, system: int) -> list[int]:
+    """Return the first tokens of a conversation, of which all conversations share `system`."""
+    own = conversation << 20
+    return [*range(min(system, count)), *range(own, own + count - system)]
 
 
 class Replica:
@@ -268,16 +375,13 @@ class Replica:
 
     def __init__(self, setup: Setup, drafting: Drafting, seed: int) -> None:
         self._slots = setup.slots
-        self._system = setup.system
-        self._keep_taken = setup.keep_taken
+        self._parking: Parking = ProductSlots(setup) if setup.parking == "product" else Lru(setup)
         self._host_ms = setup.host_ms
         self._drafting = drafting
         self._random = random.Random(seed)
         self._row_ms = self._verified_ms = 0.0
         self._steps_with_chunks = 0
         self._emitted: list[int] | None = None
-        self._parked: OrderedDict[int, tuple[int, int]] = OrderedDict()  # the least recently used first
-        self._numbers = itertools.count()
         self.waiting: deque[Request] = deque()
         self.filling: list[Request] = []
         self.running: list[Request] = []
@@ -287,10 +391,10 @@ class Replica:
         """Begin a step, and return its milliseconds; 0 if there is nothing to do."""
         while self.waiting and len(self.filling) + len(self.running) < self._slots:
             self._admit(self.waiting.popleft(), now)
-        ready = [request for request in self.filling if request.missing == 0]
+        ready = [request for request in self.filling if request.missing == 0 and self._parking.join(request)]
         if ready:
             self.running += ready
-            self.filling = [request for request in self.filling if request.missing]
+            self.filling = [request for request in self.filling if request not in ready]
         if not self.running and not self.filling:
             return 0.0
         rows = self._chunks() if self.filling else 0
@@ -308,33 +412,15 @@ class Replica:
         if ended:
             self.running = [request for request in self.running if request.left > 0]
             for request in ended:
-                self._park(request)
+                self._parking.leave(request)
         return ended
 
     def _admit(self, request: Request, now: float) -> None:
         """Give a request a slot, and the rows of the longest parked prefix."""
         request.admitted = now
-        best, number = 0, -1
-        for each, (conversation, rows) in self._parked.items():
-            shared = min(rows if conversation == request.conversation else self._system, request.prompt - 1)
-            if shared - shared % PREFIX_BLOCK > best:
-                best, number = shared - shared % PREFIX_BLOCK, each
-        request.cached = best
-        request.missing = request.prompt - 1 - best
-        if number >= 0:
-            self._parked.move_to_end(number)
-            if not self._keep_taken and self._parked[number][0] == request.conversation:
-                del self._parked[number]
+        request.cached = self._parking.admit(request)
+        request.missing = request.prompt - 1 - request.cached
         self.filling.append(request)
-        self._drop()
-
-    def _park(self, request: Request) -> None:
-        self._parked[next(self._numbers)] = request.conversation, request.prompt + request.answer - 1
-        self._drop()
-
-    def _drop(self) -> None:
-        while len(self._parked) > 2 * self._slots - len(self.filling) - len(self.running):
-            self._parked.popitem(last=False)
 
     def _chunks(self) -> int:
         """Take the step's rows of prompts, the first request's first, as `Scheduler._chunks`. Returns their number."""
@@ -558,8 +644,7 @@ class Simulation:
             return self._random.choice(list(self._loads))
         if self._setup.policy == "idlest":
             return self._table.order((), self._loads)[0]
-        own = request.conversation << 20
-        tokens = [*range(self._setup.system), *range(own, own + request.prompt - self._setup.system)]
+        tokens = tokens_of(request.conversation, request.prompt, self._setup.system)
         name = self._table.order(tokens, self._loads)[0]
         self._table.note(tokens, name)
         return name
@@ -668,19 +753,14 @@ def most_users(setup: Setup, goals: Goals, users: int) -> dict[str, Any]:
 
 
 def replicas(setup: Setup, goals: Goals) -> dict[str, Any]:
-    """Return the fewest replicas by method and users, with both goals and with the first token's alone."""
-    found: dict[str, Any] = {"goals": asdict(goals)}
-    first = replace(goals, gap_ms=math.inf)
-    for name, method, limits in (
-        ("both", "none", goals), ("both", setup.method, goals), ("first token", setup.method, first),
-    ):  # fmt: skip
-        own = replace(setup, method=method)
-        found[f"{name}, {method}"] = {
-            "10": fewest_replicas(replace(own, users=10, seconds=10 * setup.seconds), limits),
-            "1000": fewest_replicas(replace(own, users=1000, seconds=setup.seconds / 3), limits),
-            "100000": most_users(replace(own, replicas=64, seconds=setup.seconds / 3), limits, 100_000),
-        }
-    return found
+    """Return the fewest replicas that meet the goals, by the number of users."""
+    short = replace(setup, seconds=setup.seconds / 3)
+    return {
+        "goals": asdict(goals),
+        "10": fewest_replicas(replace(setup, users=10, seconds=10 * setup.seconds), goals),
+        "1000": fewest_replicas(replace(short, users=1000), goals),
+        "100000": most_users(replace(short, replicas=64), goals, 100_000),
+    }
 
 
 USERS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 28)
@@ -743,9 +823,13 @@ def routing(setup: Setup) -> dict[str, Any]:
             f"256 shared tokens, {users} users each": compared(replace(eight, users=8 * users, system=256), pair)
             for users in (4, 12)
         },
-        "taken prefixes dropped": {
-            f"{users} users each": compared(replace(eight, users=8 * users, keep_taken=False), ("prefix",))
+        "prefix slots": {
+            f"{users} users each, {prefixes} prefix slots, {parking}": figures(
+                replace(eight, users=8 * users, prefixes=prefixes, parking=parking)
+            )
             for users in (4, 12, 24)
+            for prefixes in (8, 24, 56)
+            for parking in ("product", "lru")
         },
     }
 
@@ -769,6 +853,7 @@ def check(setup: Setup) -> dict[str, Any]:
     queues = {}
     for load in (0.5, 0.7):
         own = replace(setup, method="none", replicas=1, users=0, slots=1, warm=1.0, seconds=300.0, host_ms=0.0)
+        own = replace(own, parking="lru")
         rate = load * 1e3  # a second; services take a millisecond
         record = Simulation(own, Poisson(rate, own.seed), RandomCosts(own.seed + 1)).run()
         wait_ms, expected_ms = sum(record.waits) / len(record.waits) * 1e3, load / (1 - load)
@@ -776,9 +861,7 @@ def check(setup: Setup) -> dict[str, Any]:
         queues[str(load)] = {"wait_ms": round(wait_ms, 4), "expected_ms": expected_ms, "little": round(little, 4)}
         if abs(wait_ms / expected_ms - 1) > 0.05 or abs(little - 1) > 0.05:
             raise ArithmeticError(f"M/M/1 at a load of {load}: {queues[str(load)]}")
-    measured = replace(
-        setup, replicas=1, users=8, think=1e-3, turns=1, message=80, answer=36, spread=0.3, warm=20.0
-    )
+    measured = replace(setup, replicas=1, users=8, think=1e-3, turns=1, message=80, answer=36, spread=0.3, warm=20.0)
     return {
         "M/M/1": queues,
         "eight clients, no thinking": {
@@ -843,8 +926,9 @@ def main() -> dict[str, Any]:
     defaults = Setup()
     parser.add_argument("--machine", choices=list(COSTS), default=defaults.machine)
     parser.add_argument("--model", choices=list(METHODS), default=defaults.model)
-    parser.add_argument("--method", default=defaults.method, help="compared with plain decoding; routing's method")
-    for name in ("slots", "overload", "turns", "message", "answer", "system", "seed"):
+    parser.add_argument("--method", default=defaults.method, help="methods compares all of the model")
+    parser.add_argument("--parking", choices=("product", "lru"), default=defaults.parking)
+    for name in ("slots", "prefixes", "overload", "turns", "message", "answer", "system", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(defaults, name))
     for name in ("think", "seconds"):
         parser.add_argument(f"--{name}", type=float, default=getattr(defaults, name))

@@ -354,6 +354,9 @@ class Runtime:
         """
         return self._speculation.gain
 
+    def unavailable(self) -> None:
+        """Return None: what it needs is in this process."""
+
     def check_running(self) -> None:
         """Raise UsageError if the runtime is closed, or if its decode loop has died."""
         self._check_open()

@@ -96,6 +96,10 @@ class Refused(NamedTuple):
     error: RedraftError
 
 
+class Gone(NamedTuple):
+    """The replica cannot go on with the request, and another one can: its decode loop has died."""
+
+
 class Update(NamedTuple):
     """What a step brought to the request, as `RequestOutput`.
 
@@ -122,4 +126,4 @@ class Update(NamedTuple):
     step: StepRecord | None = None
 
 
-Answer = Started | Refused | Update
+Answer = Started | Refused | Gone | Update

@@ -1,19 +1,19 @@
 """Cores of the replicas of one machine: sets that no two of them share.
 
-A replica holds a locked file for each of its processors. The system gives the locks up when the process ends, however
-it ends, so the next replica takes the set of one that was killed.
+A replica holds a socket with an abstract name for each of its processors. Nothing of it is on the disk, and the system
+gives the names up when the process ends, however it ends. So the next replica takes the set of one that was killed.
+Containers with networks of their own do not see each other's names.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
+import socket
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
 
 from redraft.cpus import cores_of
 from redraft.errors import UsageError
-from redraft.user_cache import user_cache
 
 
 def core_sets(cores: int, cpus: Sequence[Sequence[int]] | None = None) -> list[tuple[int, ...]]:
@@ -29,39 +29,47 @@ def core_sets(cores: int, cpus: Sequence[Sequence[int]] | None = None) -> list[t
     return [tuple(sorted(cpu for core in found[start : start + cores] for cpu in core)) for start in starts]
 
 
-def take_cores(sets: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[int]]:
-    """Keep this process to a set of which no other process has a processor. Returns it, and the files that hold it.
+def take_cores(sets: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[socket.socket]]:
+    """Keep this process to a set of which no other process has a processor. Returns it, and what holds it.
 
     Later threads have the processors of the one that starts them.
     Raises UsageError if there is no such set, or if the system does not allow it.
     """
-    folder = user_cache() / "cores"
-    folder.mkdir(parents=True, exist_ok=True)
     for cpus in sets:
-        if (held := _locked([folder / str(cpu) for cpu in cpus])) is None:
+        if (held := _held(cpus)) is None:
             continue
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cpus)
-        if (found := os.sched_getaffinity(0)) != set(cpus):
+        try:
+            _keep_to(cpus)
+        except OSError as error:
             _release(held)
-            raise UsageError(f"this process may use the processors {sorted(found)}, not {list(cpus)}")
+            raise UsageError(f"this process may not keep to the processors {list(cpus)}: {error.strerror}") from None
         return tuple(cpus), held
     raise UsageError(f"all of the {len(sets)} sets of cores are taken", "start fewer replicas, or end other ones")
 
 
-def _locked(paths: Sequence[Path]) -> list[int] | None:
-    """Return files that this process has locked; None if another one has one of them."""
-    held: list[int] = []
-    for path in paths:
-        held.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+def _keep_to(cpus: Sequence[int]) -> None:
+    """Set the processors of all threads, and of those that they start meanwhile. Raises OSError."""
+    done: set[str] = set()
+    while threads := set(os.listdir("/proc/self/task")) - done:
+        for thread in threads:
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), cpus)
+        done |= threads
+
+
+def _held(cpus: Sequence[int]) -> list[socket.socket] | None:
+    """Return sockets whose names stand for these processors; None if another process has one of them."""
+    held: list[socket.socket] = []
+    for cpu in cpus:
+        held.append(socket.socket(socket.AF_UNIX))
         try:
-            fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held[-1].bind(f"\0redraft processor {cpu}")
         except OSError:
             _release(held)
             return None
     return held
 
 
-def _release(held: Sequence[int]) -> None:
-    for file in held:
-        os.close(file)
+def _release(held: Sequence[socket.socket]) -> None:
+    for one in held:
+        one.close()

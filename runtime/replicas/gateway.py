@@ -11,34 +11,35 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import Future
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from contextlib import aclosing, suppress
+from contextvars import Context
+from typing import Any, NamedTuple, Protocol
 
 from redraft import __version__
 from redraft.engines import Bundle
 from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.runtime.controllers.experience import Gain
-from redraft.runtime.drafters.chain_lookups import PredictedText
 from redraft.runtime.loop.decode_loop import Health
 from redraft.runtime.loop.request_maker import bare_request, reader_of
-from redraft.runtime.loop.scheduler import QueueFull, RequestOutput
+from redraft.runtime.loop.scheduler import QueueFull
 from redraft.runtime.params import SamplingParams, SpeculationParams
-from redraft.runtime.replicas.calls import Answer, Call, Description, Started, Update
+from redraft.runtime.replicas.calls import Answer, Call, Description, Gone, Started, Update
+from redraft.runtime.replicas.line import Line, Recorded
 from redraft.runtime.requests.request import Request, as_redraft_error
 from redraft.runtime.sampling import model_sampling
-from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.submission import Listener, Submission
 from redraft.runtime.text.tokenizer import Tokenizer
 from redraft.runtime.trees.offers import Speculation
-from redraft.types import FloatArray, Outcome, Tree
 
 _LOG = logging.getLogger("redraft.replicas")
 MAX_RETRIES = 1
 """Deaths of its replica that a request survives. The request may be what kills them."""
-_RETRY_SECONDS = 0.05
-"""Until a request is sent again."""
+_RETRY_SECONDS, _MOST_TRIES = 0.05, 20
+"""Time until a request is sent again, which doubles each time that no replica takes it, and so often at most."""
+_PING_SECONDS, _SILENT_SECONDS = 2.0, 10.0
+"""Time between two questions whether a replica answers, and without an answer until the gateway is not ready."""
+_FORGET_SECONDS = 60.0
+"""Time without an update after which a replica does not count as living."""
 _LATE_SECONDS = 1.0
 """Time past its deadline after which a request ends here, if no replica has ended it."""
 
@@ -47,40 +48,21 @@ class ReplicaDied(Exception):
     """The replica of a call is gone, or its stream ended before the request."""
 
 
+class _Seen(NamedTuple):
+    """A replica: when it last worked on a request, in seconds of `time.monotonic`, and how full its rows were."""
+
+    at: float
+    kv_usage: float
+
+
 class Replicas(Protocol):
     """A set of replicas."""
 
+    async def ping(self) -> None:
+        """Return when a replica has answered."""
+
     def run(self, call: Call) -> AsyncGenerator[Answer]:
         """Send a call to a replica, and yield its answers as `Replica.run`. Raises ReplicaDied if it dies."""
-
-
-class Recorded(Sampler):
-    """The sampler of a request that another process samples: it has the log probabilities that came from there."""
-
-    def __init__(self, logprobs: int | None) -> None:
-        self.logprobs = None if logprobs is None else []
-
-    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        raise NotImplementedError("a replica samples")
-
-
-@dataclass(eq=False)
-class _Line:
-    """A request, and the call that a replica works on for it.
-
-    taken:    done when a replica has taken it, or refused to.   deaths: of replicas that worked on it.
-    predicted: counts of the calls before this one.   limit: of its time.
-    """
-
-    request: Request
-    call: Call
-    taken: Future[None] = field(default_factory=Future)
-    task: asyncio.Task[None] | None = None
-    replica: str = ""
-    texts: str = ""
-    deaths: int = 0
-    predicted: tuple[int, int] = (0, 0)
-    limit: asyncio.Timeout | None = None
 
 
 class Gateway:
@@ -108,15 +90,16 @@ class Gateway:
         self._replicas = replicas
         self._retries = retries
         self._max_waiting = max_waiting
-        self._lines: dict[Request, _Line] = {}
-        self._latest: dict[str, Update] = {}
-        """The last update of each replica, also of those that died."""
-        self._alive: set[str] = set()
-        self._progress = time.monotonic()
+        self._lines: dict[Request, Line] = {}
+        self._gains: dict[str, Gain] = {}
+        """Of each replica that there has been."""
+        self._seen: dict[str, _Seen] = {}
+        self._answered = time.monotonic()
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="redraft gateway", daemon=True)
         self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     @property
     def fingerprint(self) -> str:
@@ -139,12 +122,15 @@ class Gateway:
 
     @property
     def health(self) -> Health:
-        """The state of all replicas together. No prefixes are counted."""
-        lines = list(self._lines.values())
-        idle = time.monotonic() - self._progress if lines else 0.0
-        usage = [self._latest[name].kv_usage for name in tuple(self._alive) if name in self._latest]
+        """The state of all replicas together. Prefixes are not counted, and each replica watches its own progress."""
+        lines, usage = list(self._lines.values()), [one.kv_usage for one in self._living().values()]
         waiting = sum(line.request.slot < 0 for line in lines)
-        return Health(len(lines), waiting, 0, idle, None, sum(usage) / len(usage) if usage else 0.0)
+        return Health(len(lines), waiting, 0, 0.0, None, sum(usage) / len(usage) if usage else 0.0)
+
+    def unavailable(self) -> str | None:
+        """Return a reason if no replica answers. Requests wait until one does, or their time is over."""
+        silent = time.monotonic() - self._answered
+        return None if silent < _SILENT_SECONDS else f"no replica has answered for {silent:.0f} s"
 
     @property
     def running(self) -> list[Request]:
@@ -154,13 +140,18 @@ class Gateway:
     @property
     def gain(self) -> Gain:
         """The sums over all replicas that there have been."""
-        gains = [update.gain for update in list(self._latest.values())]
+        gains = list(self._gains.values())
         return Gain(sum(one.spent_ms for one in gains), sum(one.plain_ms for one in gains))
 
     @property
     def slots(self) -> int:
-        """Requests that the replicas which have worked on requests may run at once."""
-        return self.description.slots * max(len(self._alive), 1)
+        """Requests that the replicas may run at once which have lately worked on some."""
+        return self.description.slots * max(len(self._living()), 1)
+
+    def _living(self) -> dict[str, _Seen]:
+        """Return the replicas that have lately worked on requests."""
+        least = time.monotonic() - _FORGET_SECONDS
+        return {name: seen for name, seen in list(self._seen.items()) if seen.at > least}
 
     def reload_drafters(self) -> tuple[str, ...]:
         """Raise UsageError: replicas are exchanged instead, one after another."""
@@ -179,7 +170,7 @@ class Gateway:
     def check_queue(self, count: int) -> None:
         """Raise QueueFull if too many requests wait for a replica. Those that have one are in its own queue."""
         waiting = sum(not line.taken.done() for line in list(self._lines.values()))
-        if self._max_waiting is not None and waiting + count > self._max_waiting:
+        if self._max_waiting is not None and waiting and waiting + count > self._max_waiting + self.slots:
             raise QueueFull(waiting, None)
 
     def close(self) -> None:
@@ -187,16 +178,27 @@ class Gateway:
         if self._closed:
             return
         self._closed = True
-        for line in list(self._lines.values()):
-            self._cancel(line)
         asyncio.run_coroutine_threadsafe(self._settle(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        for line in list(self._lines.values()):  # they came while it closed
+            line.taken.set_exception(UsageError("this gateway is closed", "open it again"))
 
     async def _settle(self) -> None:
-        tasks = [line.task for line in list(self._lines.values()) if line.task is not None]
+        """Cancel all tasks, and wait until they have ended."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Note when a replica has answered."""
+        while True:
+            with suppress(Exception):  # what the replicas raise says that none answers
+                await self._replicas.ping()
+                self._answered = time.monotonic()
+            await asyncio.sleep(_PING_SECONDS)
 
     def submit(  # noqa: PLR0913 - as `Runtime.submit`
         self, prompt: Sequence[int], params: SamplingParams, speculation: SpeculationParams, *,
@@ -226,9 +228,7 @@ class Gateway:
         )  # fmt: skip
         text = reader_of(self.tokenizer, ids, params)
         submission = Submission(request, self.tokenizer, text, self, listener=on_output)
-        if not self._lines:
-            self._progress = now
-        self._lines[request] = _Line(request, call)
+        self._lines[request] = Line(request, call)
         submission.start()
         return submission
 
@@ -236,29 +236,28 @@ class Gateway:
         """Send the requests of `submit`, and wait until replicas have taken them. Raises what they raise."""
         for request in requests:
             line = self._lines[request]
-            asyncio.run_coroutine_threadsafe(self._begin(line), self._loop).result()
+            self._loop.call_soon_threadsafe(self._begin, line)
             line.taken.result()
 
     def abort(self, request: Request) -> None:
         """End a request with the reason `abort`. Does nothing if it has ended."""
-        if (line := self._lines.get(request)) is not None:
-            self._cancel(line)
-
-    def _cancel(self, line: _Line) -> None:
-        if line.task is not None:
+        line = self._lines.get(request)
+        if line is not None and line.task is not None and not self._closed:
             self._loop.call_soon_threadsafe(line.task.cancel)
 
-    async def _begin(self, line: _Line) -> None:
-        line.task = asyncio.create_task(self._follow(line))
+    def _begin(self, line: Line) -> None:
+        """Follow a line from now on, without the context of its HTTP request: Ray would take all its calls for one."""
+        line.task = self._loop.create_task(self._follow(line), context=Context())
 
-    async def _follow(self, line: _Line) -> None:
+    async def _follow(self, line: Line) -> None:
         """Work on a request until it ends, on one replica after another if they die."""
         update = Update(finish_reason="abort")
         try:
+            self.check_running()
             async with asyncio.timeout_at(_end(line.request.due)) as line.limit:
                 while not await self._ended(line):
-                    await self._wait(line)
-                return
+                    line.lose()
+                    await asyncio.sleep(min(_RETRY_SECONDS * 2**line.tries, _PING_SECONDS))
         except TimeoutError:  # no replica ended it in time
             update = Update(finish_reason="timeout")
         except asyncio.CancelledError:
@@ -269,101 +268,65 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - a fault of ours: callers must not wait for ever
             _LOG.exception("a request failed at the gateway")
             update = Update(finish_reason="error", error=as_redraft_error(error, "the gateway failed"))
-        finally:
-            self._lines.pop(line.request, None)
-        if line.taken.done() or update.error is None:
-            self._deliver(line, update)
-        if not line.taken.done():
-            line.taken.set_exception(update.error) if update.error else line.taken.set_result(None)
+        self._lines.pop(line.request, None)
+        is_refused = not line.taken.done() and update.error is not None
+        if is_refused:
+            line.taken.set_exception(update.error)
+        elif not line.taken.done():
+            line.taken.set_result(None)  # before its last output, which waits for those who wait for this
+        if not line.ended and not is_refused:
+            line.deliver(update)
 
-    async def _ended(self, line: _Line) -> bool:
-        """Let a replica work on a request. Returns false if the replica has died or has no space.
+    async def _ended(self, line: Line) -> bool:
+        """Let a replica work on a request. Returns false if it has to go on with another one.
 
         Raises RedraftError if the request fails, or if too many replicas have died with it.
         """
         try:
             async with aclosing(self._replicas.run(line.call)) as answers:
                 async for answer in answers:
-                    self._progress = time.monotonic()
                     if isinstance(answer, Started):
-                        self._start(line, answer)
+                        line.start(answer)
                     elif isinstance(answer, Update):
-                        self._deliver(line, answer)
-                        if answer.finish_reason is not None:
+                        self._note(line, answer)
+                        if line.ended:
                             return True
+                    elif isinstance(answer, Gone):
+                        break
                     elif not (line.taken.done() and isinstance(answer.error, QueueFull)):
                         raise answer.error
                     else:
                         return False
             raise ReplicaDied
         except ReplicaDied as death:
-            if not line.replica:  # it had not begun
-                return False
-            self.calls_lost = (self.calls_lost or 0) + 1
-            self._alive.discard(line.replica)
-            line.deaths += 1
-            _LOG.warning("replica %s died with a request after %d tokens", line.replica, len(line.request.new_tokens))
-            if line.deaths > self._retries:
-                raise BackendError(f"{line.deaths} replicas died while they worked on this request") from death
+            self._count_death(line, death)
             return False
 
-    async def _wait(self, line: _Line) -> None:
-        """Let a request go on after its tokens."""
-        request, now = line.request, time.monotonic()
-        left = None if request.deadline is None else max(request.deadline - now, 0.001)
-        first = request.first_token_deadline
-        line.predicted = _counts(request)
-        line.replica, request.slot = "", -1
-        line.call = replace(
-            line.call, written=tuple(request.new_tokens), timeout=left,
-            first_token_timeout=None if first is None or request.new_tokens else max(first - now, 0.001),
-        )  # fmt: skip
-        await asyncio.sleep(_RETRY_SECONDS)
+    def _count_death(self, line: Line, death: ReplicaDied) -> None:
+        """Count a lost replica. Raises BackendError if it was one too many."""
+        if not line.replica:
+            line.tries += 1
+            if line.tries >= _MOST_TRIES:
+                raise BackendError(f"no replica took this request in {line.tries} tries") from death
+            return
+        self.calls_lost = (self.calls_lost or 0) + 1
+        self._seen.pop(line.replica, None)
+        line.deaths += 1
+        _LOG.warning("replica %s died with a request after %d tokens", line.replica, len(line.request.new_tokens))
+        if line.deaths > self._retries:
+            raise BackendError(f"{line.deaths} replicas died while they worked on this request") from death
 
-    def _start(self, line: _Line, started: Started) -> None:
-        if line.texts != started.texts and line.request.new_tokens:
-            raise BackendError(
-                "the replica is gone, and another one would write another text", "send the request again"
-            )
-        line.replica, line.texts = started.replica, started.texts
-        line.request.fingerprint = started.fingerprint
-        self._alive.add(started.replica)
-        if not line.taken.done():
-            line.taken.set_result(None)
-
-    def _deliver(self, line: _Line, update: Update) -> None:
-        """Bring a request to the state that a replica tells of, and hand its output on."""
-        request = line.request
+    def _note(self, line: Line, update: Update) -> None:
+        """Hand an update on, and note the state of its replica."""
         if update.token_ids:
-            if not request.first_token:
-                request.first_token, request.cached_tokens = time.perf_counter(), update.cached_tokens
-                request.admitted = request.started + update.waited
-            request.slot, request.num_computed_tokens = 0, update.rows
-            request.append(update.token_ids)
-            if line.limit is not None and request.first_token_deadline is not None:
-                line.limit.reschedule(_end(request.due))
-            if request.sampler.logprobs is not None:
-                request.sampler.logprobs += update.logprobs
-            self._latest[line.replica] = update
-        if update.drafted is not None:
-            request.counters.count(update.drafted, update.accepted)
-        if any(update.predicted):
-            text = request.drafting.setdefault("prediction", PredictedText((), 0))
-            text.accepted, text.rejected = map(sum, zip(line.predicted, update.predicted, strict=True))
-        request.finish_reason, request.error = update.finish_reason, update.error
-        if request.deliver is not None:
-            try:
-                request.deliver(RequestOutput(request, update.token_ids, update.step, update.finish_reason))
-            except Exception:  # noqa: BLE001 - a caller's function; nobody else may lose an output by it
-                _LOG.exception("a request's callback raised")
+            self._answered = time.monotonic()
+            self._seen[line.replica] = _Seen(self._answered, update.kv_usage)
+            self._gains[line.replica] = update.gain
+        line.deliver(update)
+        if line.limit is not None and line.request.first_token_deadline is not None:
+            line.limit.reschedule(_end(line.request.due))
 
 
 def _end(due: float | None) -> float | None:
     """Return the time of the event loop's clock at which a request has to be over; its replica ends it before."""
     return None if due is None else due + _LATE_SECONDS
-
-
-def _counts(request: Request) -> tuple[int, int]:
-    """Return the drafted tokens of a request's prediction that were accepted, and that were rejected."""
-    text = request.drafting.get("prediction")
-    return (0, 0) if text is None else (text.accepted, text.rejected)

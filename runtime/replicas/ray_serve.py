@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import logging
 import math
+import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,11 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from redraft.cpus import default_threads
+from redraft.cpus import cores_of, default_threads
 from redraft.engines.manifest import load_manifest
-from redraft.errors import BackendError, BundleError
+from redraft.errors import BackendError, BundleError, RedraftError
 from redraft.runtime.api import Runtime
 from redraft.runtime.replicas.calls import Answer, Call, Description, identity_of
 from redraft.runtime.replicas.cores import core_sets, take_cores
@@ -27,10 +31,18 @@ from redraft.runtime.replicas.replica import Replica
 from redraft.runtime.replicas.routing import OVERLOAD, PrefixTable
 
 _CHECK_SECONDS, _UNANSWERED_SECONDS = 2.0, 30.0
+_LOG = logging.getLogger("redraft.replicas")
+_BROKEN_STATUS = 70
 _BUSY = 0.75
 """Share of the slots that should have a request: above it, one more replica starts."""
 _FOREVER = 1 << 20
 """More requests than a replica ever takes: it has a queue of its own, which refuses what does not fit."""
+
+
+def _threads_of_a_core() -> float:
+    """Return how many processors a core of this machine has: Ray counts these."""
+    cpus = os.sched_getaffinity(0)
+    return len(cpus) / len(cores_of(cpus))
 
 
 class Engine:
@@ -66,31 +78,37 @@ class Engine:
 
     async def run(self, call: Call) -> AsyncGenerator[Answer]:
         """As `Replica.run`."""
-        async for answer in self._replica.run(call):
-            yield answer
+        async with aclosing(self._replica.run(call)) as answers:
+            async for answer in answers:
+                yield answer
 
     def check_health(self) -> None:
-        """Raise an error if Serve has to replace this replica."""
-        self._replica.check()
+        """End the process if it cannot go on. Serve would let it drain first, and its requests would wait for that."""
+        try:
+            self._replica.check()
+        except RedraftError:
+            _LOG.exception("replica %s ends", self._replica.name)
+            os._exit(_BROKEN_STATUS)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what Serve scales by: requests that run, and tokens of prompts and answers that wait."""
         return self._replica.load()
 
 
-class PrefixRouter(RequestRouter):
-    """Sends a call to the replica that has most of its prompt's rows (`PrefixTable`)."""
+class PrefixRouter(FIFOMixin, RequestRouter):
+    """Sends a call to the replica that has most of its prompt's rows (`PrefixTable`). It counts its own calls only."""
 
     def initialize_state(self, overload: int = OVERLOAD, **_: Any) -> None:
         """Begin without any knowledge."""
         self._table = PrefixTable(overload)
+        self._calls: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the replicas, one a rank."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        loads = {name: self.replica_queue_len_cache.get(one.replica_id) or 0 for name, one in by_name.items()}
+        loads = {name: self._calls[name] for name in by_name}
         call = _call_of(pending_request)
         if call is None:
             return [[by_name[name]] for name in sorted(loads, key=loads.__getitem__)]
@@ -99,8 +117,18 @@ class PrefixRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Note which replica computes the prompt."""
+        self._calls[replica_id.unique_id] += 1
         if (call := _call_of(pending_request)) is not None:
             self._table.note((*call.prompt, *call.written), replica_id.unique_id, call.cache_salt, call.session)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Note that a call has ended."""
+        self._calls[replica_id.unique_id] -= 1
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica's calls, too."""
+        super().on_replica_actor_died(replica_id)
+        self._calls.pop(replica_id.unique_id, None)
 
 
 class LoadPolicy:
@@ -139,9 +167,13 @@ class ServeReplicas:
         self._run = handle.options(method_name="run", stream=True)
 
     def describe(self) -> Description:
-        """Return the description of one of them. Waits until there is one."""
+        """Return the description of one of them. Waits until there is one. Not for an event loop's thread."""
         found: Description = self._handle.describe.remote().result()
         return found
+
+    async def ping(self) -> None:
+        """As `Replicas.ping`."""
+        await self._handle.describe.remote()
 
     async def run(self, call: Call) -> AsyncGenerator[Answer]:
         """As `Replicas.run`. Waits for a replica while there is none."""
@@ -155,6 +187,11 @@ class ServeReplicas:
             raise BackendError("no replica can be started", "read Ray's log") from error
         except (RayError, RayServeException) as error:
             raise ReplicaDied from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the request's own end
+            raise ReplicaDied from None  # Ray has cancelled the call at its replica
         finally:
             with suppress(Exception):
                 answers.cancel()
@@ -168,14 +205,17 @@ def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
     """Return the bound deployment of a bundle's replicas.
 
     replicas: their number, or how Serve chooses it.   cores, gpus: of each one.
-    cores_apart: True to keep replicas of one machine to cores of their own.
+    cores_apart: True to keep replicas of one machine to cores of their own, unless they have a GPU.
     drain_seconds: that a replica which has to leave may take to end its requests; others go on with the rest.
     """
     count: dict[str, Any] = (
         {"autoscaling_config": replicas} if isinstance(replicas, AutoscalingConfig) else {"num_replicas": replicas}
     )
+    apart = cores if cores_apart and not gpus else 0
+    opening = {**options, "threads": options.get("threads") or (None if apart else cores)}
     engine = serve.deployment(
-        Engine, name=name, ray_actor_options={"num_cpus": cores, "num_gpus": gpus}, max_ongoing_requests=_FOREVER,
+        Engine, name=name, max_ongoing_requests=_FOREVER,
+        ray_actor_options={"num_cpus": cores * _threads_of_a_core(), "num_gpus": gpus},
         health_check_period_s=_CHECK_SECONDS, health_check_timeout_s=_UNANSWERED_SECONDS,
         graceful_shutdown_timeout_s=drain_seconds, graceful_shutdown_wait_loop_s=0.5,
         request_router_config=RequestRouterConfig(
@@ -183,7 +223,6 @@ def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
         ),
         **count,
     )  # fmt: skip
-    apart = cores if cores_apart else 0
     return engine.bind(
-        str(bundle.resolve()), load_manifest(bundle).build_key, dict(options), apart, progress_timeout
+        str(bundle.resolve()), load_manifest(bundle).build_key, opening, apart, progress_timeout
     )  # fmt: skip

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from redraft.errors import BackendError, RedraftError
+from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.runtime.api import Runtime
 from redraft.runtime.drafters.chain_lookups import PredictedText
 from redraft.runtime.generation import recorded
 from redraft.runtime.loop.scheduler import RequestOutput
-from redraft.runtime.replicas.calls import Answer, Call, Description, Identity, Refused, Started, Update, check_identity
+from redraft.runtime.replicas.calls import (
+    Answer,
+    Call,
+    Description,
+    Gone,
+    Identity,
+    Refused,
+    Started,
+    Update,
+    check_identity,
+)
 from redraft.runtime.submission import Submission
 
 
@@ -57,17 +67,28 @@ class Replica:
         try:
             submission = self._submit(call, lambda update: loop.call_soon_threadsafe(updates.put_nowait, update))
         except RedraftError as error:
-            yield Refused(error)
+            yield Gone() if self._is_dead() else Refused(error)
             return
         try:
             yield Started(self.name, self.identity.texts, self._fingerprint)
             while True:
                 update = await updates.get()
+                if update.finish_reason == "error" and self._is_dead():
+                    yield Gone()
+                    return
                 yield update
                 if update.finish_reason is not None:
                     return
         finally:
             submission.abort()
+
+    def _is_dead(self) -> bool:
+        """Return true if the runtime takes no more requests."""
+        try:
+            self.runtime.check_running()
+        except UsageError:
+            return True
+        return False
 
     def _submit(self, call: Call, send: Callable[[Update], object]) -> Submission:
         check_identity(self.name, self.identity, call.version, call.tokens)

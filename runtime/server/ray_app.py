@@ -28,6 +28,7 @@ from pydantic import (
 from redraft import __version__
 from redraft.cpus import cores_of
 from redraft.engines import Bundle, open_bundle
+from redraft.engines.manifest import load_manifest
 from redraft.errors import BackendError, UsageError
 from redraft.runtime.replicas.calls import check_identity, identity_of
 from redraft.runtime.replicas.gateway import MAX_RETRIES, Gateway, Replicas
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from redraft.runtime.replicas.calls import Description
 
 _Found = TypeVar("_Found")
+_FRONT_SECONDS = 600.0
+"""Time that a front which has to leave has for its answers; its replicas end them earlier."""
 _STORE_BYTES = 100 << 20
 """Of Ray's store of large objects, which replicas do not use; Ray takes a third of the memory otherwise."""
 
@@ -112,11 +115,12 @@ class AppSettings(BaseModel):
         return ServerSettings(model_name=model, host="0.0.0.0", api_keys=keys, **own)
 
 
-def build(args: AppSettings) -> Any:
+def build(given: AppSettings | dict[str, Any]) -> Any:
     """Return the application for Ray Serve: replicas of each model, and fronts that answer HTTP requests.
 
-    Raises UsageError without a model.
+    Raises UsageError without a model, and pydantic's ValidationError for settings that are wrong.
     """
+    args = AppSettings.model_validate(given)
     if not args.models:
         raise UsageError("the application has no model", "give bundle=DIR, or models in a configuration file")
     _ray()
@@ -135,23 +139,23 @@ def build(args: AppSettings) -> Any:
             )  # fmt: skip
         engines[name] = engine_deployment(
             model.bundle,
-            {"max_num_seqs": model.max_num_seqs, "max_waiting": model.max_queued_requests, "exact": model.exact,
-             "threads": None if model.cores_apart else model.cores},
-            replicas=count, cores=model.cores, gpus=model.gpus, cores_apart=model.cores_apart and not model.gpus,
+            {"max_num_seqs": model.max_num_seqs, "max_waiting": model.max_queued_requests, "exact": model.exact},
+            replicas=count, cores=model.cores, gpus=model.gpus, cores_apart=model.cores_apart,
             progress_timeout=args.progress_timeout, drain_seconds=args.drain_timeout, name=f"engine-{number}",
         )  # fmt: skip
     front = serve.deployment(
         serve.ingress()(Front), name="front", num_replicas=args.fronts, max_ongoing_requests=1 << 20,
-        ray_actor_options={"num_cpus": 1}, graceful_shutdown_timeout_s=args.drain_timeout,
+        ray_actor_options={"num_cpus": 1}, graceful_shutdown_timeout_s=_FRONT_SECONDS,
     )  # fmt: skip
-    return front.bind(args, engines)
+    builds = {name: load_manifest(model.bundle).build_key for name, model in args.models.items()}
+    return front.bind(args, engines, builds)
 
 
 class Front:
     """Takes HTTP requests on a node, and asks the replicas of their model."""
 
-    def __init__(self, args: AppSettings, engines: Mapping[str, Any]) -> None:
-        """engines: handles of the replicas of each model."""
+    def __init__(self, args: AppSettings, engines: Mapping[str, Any], builds: Mapping[str, str]) -> None:
+        """engines: handles of the replicas of each model.   builds: its bundle's; another one makes other fronts."""
         from redraft.runtime.replicas.ray_serve import ServeReplicas
 
         self._args = args
@@ -200,6 +204,7 @@ def local_replicas(
     if count > cores:
         raise UsageError(f"{count} replicas need {count} cores, and there are {cores}", "start fewer replicas")
     bundle = open_bundle(folder)
+    gpus = 1 if options.get("device") == "cuda" or bundle.manifest.tensorrt is not None else 0
     ray = _ray()
     from ray import serve
 
@@ -207,14 +212,14 @@ def local_replicas(
 
     report("starting Ray")
     ray.init(
-        num_cpus=cores, include_dashboard=False, log_to_driver=False, object_store_memory=_STORE_BYTES,
-        logging_level=logging.ERROR,
+        "local", num_cpus=len(os.sched_getaffinity(0)), include_dashboard=False, log_to_driver=False,
+        object_store_memory=_STORE_BYTES, logging_level=logging.ERROR, _node_ip_address="127.0.0.1",
     )  # fmt: skip
     try:
         serve.start(proxy_location="Disabled")
         report(f"starting {count} replicas")
         deployment = engine_deployment(
-            folder, options, replicas=count, cores=cores // count, cores_apart=True,
+            folder, options, replicas=count, cores=cores // count, cores_apart=True, gpus=gpus,
             progress_timeout=settings.progress_timeout, drain_seconds=settings.drain_timeout,
         )  # fmt: skip
         try:

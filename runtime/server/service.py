@@ -70,6 +70,8 @@ class Service:
             health, stalled = self.runtime.health, self.seconds_to_stall() <= 0
         except UsageError as error:
             return error.message
+        if reason := self.runtime.unavailable():
+            return reason
         if stalled:
             return f"no step has made progress for {health.idle_seconds:.0f} s, and {health.requests} requests wait"
         if health.requests and health.error is not None:

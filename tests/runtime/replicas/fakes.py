@@ -12,7 +12,7 @@ from redraft.runtime.replicas.gateway import Gateway, ReplicaDied
 from redraft.runtime.replicas.replica import Replica
 
 Dies = Callable[[Call, int, int], bool]
-"""Whether a replica dies before it sends an answer: the call, how many calls came before it, and how many answers."""
+"""Whether a replica dies before it sends an update: the call, and how many calls and updates came before it."""
 
 
 class LocalReplicas:
@@ -26,12 +26,15 @@ class LocalReplicas:
         self.calls: list[Call] = []
         self._dies = dies
 
+    async def ping(self) -> None:
+        """There is always one."""
+
     async def run(self, call: Call) -> AsyncGenerator[Answer]:
         number = len(self.calls)
         self.calls.append(call)
         sent = 0
         async for answer in self.replicas[number % len(self.replicas)].run(call):
-            if self._dies(call, number, sent):
+            if isinstance(answer, Update) and self._dies(call, number, sent):
                 raise ReplicaDied
             yield answer
             sent += isinstance(answer, Update)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,16 +36,14 @@ except UsageError as error:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
-def test_a_set_is_free_again_when_its_process_is_killed(tmp_path: Path) -> None:
+def test_a_set_is_free_again_when_its_process_is_killed() -> None:
     cpus = sorted(os.sched_getaffinity(0))[:2]
     if len(cpus) < 2:
         pytest.skip("this machine has one processor")
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
 
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", TAKE, *map(str, cpus)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment,
+            [sys.executable, "-c", TAKE, *map(str, cpus)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )  # fmt: skip
 
     def said(process: subprocess.Popen[str]) -> str:

@@ -10,8 +10,10 @@ import pytest
 
 from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.runtime import QueueFull, RequestError, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.replicas import gateway as gateway_module
 from redraft.runtime.replicas.calls import Answer, Call, Started
+from redraft.runtime.replicas.gateway import ReplicaDied
 from redraft.runtime.requests.request import Request
 from tests.runtime.fakes import greedy, make_runtime
 from tests.runtime.replicas.fakes import LocalReplicas, gateway_of
@@ -162,6 +164,9 @@ def test_the_state_here_is_that_of_the_replica(runtimes: list[Runtime]) -> None:
 class NoReplicas:
     """Replicas of which none is there."""
 
+    async def ping(self) -> None:
+        raise ReplicaDied
+
     async def run(self, call: Call) -> AsyncGenerator[Answer]:
         await asyncio.sleep(60)
         yield Started("", "", "")
@@ -176,12 +181,21 @@ def test_a_request_without_a_replica_ends_when_its_time_is_over(
     assert gateway.submit(PROMPT, greedy(5), NGRAM, timeout=0.05).ended().finish_reason == "timeout"
     assert gateway.submit(PROMPT, greedy(5), NGRAM, first_token_timeout=0.05).ended().finish_reason == "timeout"
     gateway.check_queue(1)
-    waiting = threading.Thread(target=gateway.submit, args=(PROMPT, greedy(5), NGRAM))
+
+    def wait() -> None:
+        with pytest.raises(UsageError, match="closed"):
+            gateway.submit(PROMPT, greedy(5), NGRAM)
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     while not gateway.running:
         pass
+    gateway.check_queue(2)  # a slot is free, perhaps, for one more than may wait
     with pytest.raises(QueueFull, match="1 requests wait already"):
-        gateway.check_queue(1)
+        gateway.check_queue(3)
+    assert gateway.unavailable() is None
+    gateway._answered -= 60
+    assert "no replica has answered for 6" in str(gateway.unavailable())
     gateway.close()
     waiting.join(30)
     assert not waiting.is_alive()
@@ -197,11 +211,47 @@ def test_the_time_of_the_first_token_is_over_when_it_comes(
     gateway.close()
 
 
-def test_a_gateway_that_was_idle_has_not_stalled(runtimes: list[Runtime]) -> None:
-    gateway = gateway_of(LocalReplicas(runtimes))
-    gateway._progress -= 3600
-    assert gateway.health.idle_seconds == 0
-    submission = gateway.submit(PROMPT, greedy(30), NGRAM)
-    assert gateway.health.idle_seconds < 60
-    submission.ended()
+def test_a_replica_whose_loop_has_died_hands_its_requests_over(runtimes: list[Runtime]) -> None:
+    whole = runtimes[1].submit(PROMPT, greedy(60), "none").result()
+    replicas = LocalReplicas(runtimes)
+    gateway = gateway_of(replicas, retries=1)
+
+    def die(output: RequestOutput) -> None:
+        if len(output.request.new_tokens) > 3:
+            break_loop(runtimes[0])
+
+    submission = gateway.submit(PROMPT, greedy(60), NGRAM, on_output=die)
+    assert submission.result(60).text == whole.text
+    assert gateway.calls_lost == 1
+    replicas.calls.clear()  # the next call goes to the dead one, and then to the other
+    assert gateway.submit(PROMPT, greedy(60), NGRAM).result(60).text == whole.text
+    assert gateway.calls_lost == 1
+    gateway.close()
+
+
+def break_loop(runtime: Runtime) -> None:
+    """Let the next step fail, and everything that could repair it."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    loop = runtime._thread.loop
+    loop.step = fail  # type: ignore[method-assign,assignment]
+    loop.scheduler.end_concerned = fail  # type: ignore[method-assign,assignment]
+
+
+def test_calls_that_no_replica_takes_end(runtimes: list[Runtime], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "_RETRY_SECONDS", 0.0)
+    replicas = LocalReplicas(runtimes)
+    gateway = gateway_of(replicas)
+
+    async def run(call: Call) -> AsyncGenerator[Answer]:
+        replicas.calls.append(call)
+        raise ReplicaDied
+        yield
+
+    replicas.run = run  # type: ignore[method-assign]
+    with pytest.raises(BackendError, match="no replica took this request in 20 tries"):
+        gateway.submit(PROMPT, greedy(5), NGRAM)
+    assert len(replicas.calls) == 20
     gateway.close()
