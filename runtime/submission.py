@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from redraft.errors import UsageError
 from redraft.runtime.generation import Generation, Origin, Piece, RequestError, generation_of, origins
 from redraft.runtime.loop.scheduler import RequestOutput
-from redraft.runtime.loop.thread import LoopThread
 from redraft.runtime.requests.request import Request
 from redraft.runtime.text.tokenizer import Detokenizer, Tokenizer
 
@@ -30,6 +29,16 @@ class Written(NamedTuple):
     pieces: tuple[Piece, ...] = ()
 
 
+class RequestLoop(Protocol):
+    """What works on requests: the thread of a decode loop, or a gateway to others."""
+
+    def add(self, requests: Sequence[Request], limited: bool = False) -> None:
+        """Begin to work on requests."""
+
+    def abort(self, request: Request) -> None:
+        """End a request. Does nothing if it has ended."""
+
+
 class Submission:
     """A request that the decode loop works on. All methods may be called from any thread.
 
@@ -38,14 +47,14 @@ class Submission:
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, text: Detokenizer, thread: LoopThread,
+        self, request: Request, tokenizer: Tokenizer, text: Detokenizer, loop: RequestLoop,
         synthetic: bool = False, listener: Listener | None = None,
     ) -> None:  # fmt: skip
         """text: of its reader.   listener: called in the loop's thread with each output; it must return soon."""
         self.request = request
         self._tokenizer = tokenizer
         self._text = text
-        self._thread = thread
+        self._loop = loop
         self._added = False
         self._synthetic = synthetic
         self._listener = listener
@@ -60,11 +69,11 @@ class Submission:
         request.deliver = self._deliver
 
     def start(self, limited: bool = False) -> None:
-        """Add the request to the loop, unless that is done. Raises the errors of `LoopThread.add`."""
+        """Add the request to the loop, unless that is done. Raises the errors of `RequestLoop.add`."""
         with self._lock:
             if self._added or self.done():
                 return
-            self._thread.add([self.request], limited)
+            self._loop.add([self.request], limited)
             self._added = True
 
     def done(self) -> bool:
@@ -74,7 +83,7 @@ class Submission:
     def abort(self) -> None:
         """End it before the next step, with the reason `abort`. Does nothing if it has ended."""
         if not self.done():
-            self._thread.abort(self.request)
+            self._loop.abort(self.request)
 
     def result(self, timeout: float | None = None) -> Generation:
         """Wait for the end, and return the result. Raises TimeoutError, and RequestError if it failed."""

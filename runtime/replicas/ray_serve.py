@@ -63,7 +63,7 @@ class Engine:
                 f"{manifest.build_key[:12]}, not {build[:12]}", "copy the same bundle to all nodes",
             )  # fmt: skip
         if cores:
-            self._cores, self._held = take_cores(core_sets(cores))
+            _, self._held = take_cores(core_sets(cores))
             default_threads.cache_clear()
         runtime = Runtime.open(Path(bundle), **options)
         runtime.warm()
@@ -150,7 +150,7 @@ class LoadPolicy:
 
 def load_policy(slots: int, queued_tokens: int) -> AutoscalingPolicy:
     """Return `LoadPolicy` as Serve takes it."""
-    return AutoscalingPolicy(
+    return AutoscalingPolicy(  # type: ignore[no-untyped-call]
         policy_function=LoadPolicy, policy_kwargs={"slots": slots, "queued_tokens": queued_tokens}
     )  # fmt: skip
 
@@ -162,9 +162,9 @@ def _call_of(pending: PendingRequest | None) -> Call | None:
 class ServeReplicas:
     """The replicas behind a handle of an `Engine` deployment."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
-        self._run = handle.options(method_name="run", stream=True)
+        self._run: Any = handle.options(method_name="run", stream=True)
 
     def describe(self) -> Description:
         """Return the description of one of them. Waits until there is one. Not for an event loop's thread."""
@@ -213,13 +213,14 @@ def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
     )
     apart = cores if cores_apart and not gpus else 0
     opening = {**options, "threads": options.get("threads") or (None if apart else cores)}
-    engine = serve.deployment(
+    engine: Any = serve.deployment(
         Engine, name=name, max_ongoing_requests=_FOREVER,
         ray_actor_options={"num_cpus": cores * _threads_of_a_core(), "num_gpus": gpus},
         health_check_period_s=_CHECK_SECONDS, health_check_timeout_s=_UNANSWERED_SECONDS,
         graceful_shutdown_timeout_s=drain_seconds, graceful_shutdown_wait_loop_s=0.5,
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter, request_router_kwargs={"overload": overload}
+            request_router_class=PrefixRouter,  # type: ignore[arg-type]
+            request_router_kwargs={"overload": overload}
         ),
         **count,
     )  # fmt: skip

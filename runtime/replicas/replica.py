@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.runtime.api import Runtime
@@ -21,7 +21,8 @@ from redraft.runtime.replicas.calls import (
     Update,
     check_identity,
 )
-from redraft.runtime.submission import Submission
+from redraft.runtime.requests.batch import RequestStep
+from redraft.runtime.submission import Listener, Submission
 
 
 class Replica:
@@ -64,8 +65,12 @@ class Replica:
     async def run(self, call: Call) -> AsyncGenerator[Answer]:
         """Yield that the call has been taken, or why not, and then each output. Closing it ends the request."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
+
+        def send(output: RequestOutput) -> None:
+            loop.call_soon_threadsafe(updates.put_nowait, self._update(output, call.keep_trees))
+
         try:
-            submission = self._submit(call, lambda update: loop.call_soon_threadsafe(updates.put_nowait, update))
+            submission = self._submit(call, send)
         except RedraftError as error:
             yield Gone() if self._is_dead() else Refused(error)
             return
@@ -90,18 +95,19 @@ class Replica:
             return True
         return False
 
-    def _submit(self, call: Call, send: Callable[[Update], object]) -> Submission:
+    def _submit(self, call: Call, send: Listener) -> Submission:
         check_identity(self.name, self.identity, call.version, call.tokens)
         return self.runtime.submit(
             call.prompt, call.params, call.speculation, priority=call.priority, timeout=call.timeout,
             first_token_timeout=call.first_token_timeout, tenant=call.tenant, cache_salt=call.cache_salt,
-            on_output=lambda output: send(self._update(output, call.keep_trees)), keep_trees=call.keep_trees,
+            on_output=send, keep_trees=call.keep_trees,
             written=call.written,
         )  # fmt: skip
 
     def _update(self, output: RequestOutput, with_step: bool) -> Update:
         """Return an output as it is sent, in the loop's thread."""
-        request, step, count = output.request, output.step, len(output.token_ids)
+        request, count = output.request, len(output.token_ids)
+        step = output.step if isinstance(output.step, RequestStep) else None
         logprobs, end = request.sampler.logprobs, len(request.new_tokens) - request.resumed
         predicted = next((one for one in request.drafting.values() if isinstance(one, PredictedText)), None)
         outcome = None if step is None else step.outcome
@@ -110,7 +116,7 @@ class Replica:
             finish_reason=output.finish_reason,
             error=request.error,
             logprobs=() if logprobs is None else tuple(logprobs[end - count : end]),
-            drafted=None if outcome is None else len(step.tree) - 1,
+            drafted=None if step is None or outcome is None else len(step.tree) - 1,
             accepted=0 if outcome is None else min(count, len(outcome.path)),
             predicted=(0, 0) if predicted is None else (predicted.accepted, predicted.rejected),
             waited=max(request.admitted - request.started, 0.0),

@@ -143,7 +143,7 @@ def build(given: AppSettings | dict[str, Any]) -> Any:
             replicas=count, cores=model.cores, gpus=model.gpus, cores_apart=model.cores_apart,
             progress_timeout=args.progress_timeout, drain_seconds=args.drain_timeout, name=f"engine-{number}",
         )  # fmt: skip
-    front = serve.deployment(
+    front: Any = serve.deployment(
         serve.ingress()(Front), name="front", num_replicas=args.fronts, max_ongoing_requests=1 << 20,
         ray_actor_options={"num_cpus": 1}, graceful_shutdown_timeout_s=_FRONT_SECONDS,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def local_replicas(
         finally:
             gateway.close()
     finally:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 

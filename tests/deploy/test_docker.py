@@ -66,8 +66,9 @@ def test_images_are_pinned_and_serve_as_another_user_than_root(file: str) -> Non
 def test_the_server_has_no_torch(file: str) -> None:
     """It takes the stage `install` only, which installs what serving needs; the stage `engines` builds on that."""
     assert [rest.split()[0] for rest in values(server(file), "COPY")] == ["--from=install"]
-    (installing,) = values(stages(file)["install"], "RUN")
-    extras = re.findall(r"'\.\[(.*?)\]'", installing)
+    (installing,), given = values(stages(file)["install"], "RUN"), values(stages(file)["install"], "ARG")
+    extra = dict(one.split("=") for one in given).get("EXTRA", "")
+    extras = re.findall(r"'\.\[(.*?)\]'", installing.replace('".[${EXTRA}]"', f"'.[{extra}]'"))
     assert extras == (["serve"] if file == FILES[0] else ["serve,cuda"])
     assert not [rest for rest in values(server(file), "RUN") if "pip" in rest]
     wanted = " ".join(PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["serve"])

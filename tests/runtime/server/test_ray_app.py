@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from redraft.engines.manifest import load_manifest
@@ -16,6 +18,7 @@ from redraft.errors import BundleError, UsageError
 from redraft.runtime.replicas.calls import identity_of
 from redraft.runtime.server.ray_app import AppSettings, build, local_replicas
 from redraft.runtime.server.settings import ServerSettings
+from tests.conftest import ROOT
 
 BUNDLE = "/engines/one"
 
@@ -54,6 +57,31 @@ def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
 def test_an_application_needs_a_model() -> None:
     with pytest.raises(UsageError, match="the application has no model"):
         build(AppSettings())
+
+
+@pytest.mark.parametrize(
+    "given", [{"bundle": "BUNDLE", "name": "m"}, {"models": {"a": {"bundle": "BUNDLE"}, "b": {"bundle": "BUNDLE"}}}]
+)
+def test_an_application_is_built_from_what_serve_reads(tiny_bundle: Path, given: dict[str, object]) -> None:
+    api = pytest.importorskip("ray.serve._private.api", reason="the extra `ray` is not installed")
+    arguments = json.loads(json.dumps(given).replace("BUNDLE", str(tiny_bundle)))
+    application = api.call_user_app_builder_with_args_if_necessary(build, arguments)
+    assert application._bound_deployment.name == "front"
+
+
+@pytest.mark.parametrize("file", ["serve.yaml", "kuberay/rayservice.yaml"])
+def test_the_configurations_of_deploy_are_valid(file: str) -> None:
+    text = yaml.safe_load((ROOT / "deploy" / file).read_text())
+    config = yaml.safe_load(text["spec"]["serveConfigV2"]) if "spec" in text else text
+    (application,) = config["applications"]
+    assert application["import_path"] == "redraft.runtime.server.ray_app:build"
+    settings = AppSettings.model_validate(application["args"])
+    assert settings.models
+    schema = pytest.importorskip("ray.serve.schema", reason="the extra `ray` is not installed")
+    schema.ServeDeploySchema.model_validate(config)
+    if "spec" in text:
+        workers = text["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+        assert int(workers[0]["resources"]["limits"]["cpu"]) > max(one.cores for one in settings.models.values())
 
 
 def test_replicas_need_ray(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
