@@ -231,9 +231,12 @@ class Slots:
             self._verifier.release(slot)
 
     def _move_prefix(self, source: int, target: int) -> None:
-        self._prefixes[target], self._tokens[target] = self._prefixes.pop(source), self._tokens.pop(source)
+        """Note that the rows of a prefix are in another slot. It is as old as before."""
+        self._prefixes = OrderedDict(
+            (target if slot == source else slot, prefix) for slot, prefix in self._prefixes.items()
+        )
+        self._tokens[target] = self._tokens.pop(source)
         self._prefixes[target].slot = target
-        self._prefixes.move_to_end(target, last=False)
 
     def _longest(self, request: Request) -> tuple[int, int]:
         """Return the slot of the prefix with the most tokens in common, and their number in whole blocks; or -1, 0."""
@@ -250,8 +253,9 @@ class Slots:
     def _take_over(self, request: Request, source: int, rows: int) -> int:
         """Copy the first rows of a prefix, with the drafter's state, to the request's slot. Returns their number."""
         prefix = self._prefixes.get(source)
+        whole = prefix is not None and rows + PREFIX_BLOCK > len(prefix.tokens)
         if prefix is not None and source == request.slot:
-            empty = self._empty(source) if rows + PREFIX_BLOCK <= len(prefix.tokens) else None
+            empty = None if whole else self._empty(source)
             if empty is not None:  # its other rows may be of use later
                 self._copy(prefix, source, empty)
                 self._move_prefix(source, empty)
@@ -261,7 +265,7 @@ class Slots:
             if source in self._prefixes:
                 del self._prefixes[source], self._tokens[source]
         elif rows:
-            self._prefixes.move_to_end(source)
+            self._prefixes.move_to_end(source, last=not whole)  # the request will have all of its rows, and more
             self._verifier.move(source, request.slot, rows)
             with drafting(request):
                 request.speculation.drafter.move(request, source, request.slot)

@@ -49,6 +49,26 @@ def test_the_least_recently_used_prefix_makes_room() -> None:
     assert computed_rows(loop, request(second, 2)) == 49
 
 
+def test_a_prefix_that_moves_is_as_old_as_before() -> None:
+    loop = loop_of(most=1, spare=2)
+    prompts = [[97 + number] * 50 for number in range(4)]
+    for prompt in prompts:  # each one takes the first slot, whose prefix moves
+        computed_rows(loop, request(prompt, 2))
+    assert computed_rows(loop, request(prompts[1], 2)) == 1
+    assert computed_rows(loop, request(prompts[0], 2)) == 49
+
+
+def test_a_prefix_whose_rows_a_request_has_is_dropped_first() -> None:
+    loop, turn = loop_of(most=1, spare=2), letters(64)
+    computed_rows(loop, request(turn, 2))
+    computed_rows(loop, request([98] * 50, 2))
+    longer = request([*turn, *letters(40, 3)], 2)
+    computed_rows(loop, longer)
+    assert longer.cached_tokens == 64
+    computed_rows(loop, request([99] * 50, 2))
+    assert computed_rows(loop, request([98] * 50, 2)) == 1  # used before the first turn, which the second one has
+
+
 def test_memory_of_a_long_prefix_is_given_back_when_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Because another one takes its slot, or all are dropped. A short one keeps its pages."""
     monkeypatch.setattr(slots, "MANY_ROWS", 60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from redraft.runtime.replicas.routing import BLOCK, OVERLOAD, PrefixTable
+from redraft.runtime.replicas.routing import BLOCK, MOST_OWNERS, OVERLOAD, PrefixTable
 
 FIRST, SECOND = list(range(2 * BLOCK)), list(range(5, 2 * BLOCK + 5))
 IDLE = {"a": 0, "b": 0}
@@ -21,7 +21,18 @@ def test_the_longest_prefix_counts() -> None:
     table.note([*FIRST, *range(BLOCK)], "a")
     table.note(FIRST, "b")
     assert table.order([*FIRST, *range(BLOCK), 1], IDLE)[0] == "a"
-    assert table.order([*FIRST, *range(1, BLOCK + 1)], IDLE)[0] == "b"
+    assert table.order([*FIRST, *range(1, BLOCK + 1)], {"a": 1, "b": 0})[0] == "b"
+
+
+def test_a_beginning_that_several_have_goes_to_the_idlest_of_them() -> None:
+    table = PrefixTable()
+    table.note(FIRST, "a")
+    table.note([*FIRST, *range(BLOCK)], "b")
+    assert table.order([*FIRST, 7], {"a": 1, "b": 2, "c": 0}) == ["a", "b", "c"]
+    assert table.order([*FIRST, *range(BLOCK), 7], {"a": 1, "b": 2, "c": 0})[0] == "b"
+    for number in range(MOST_OWNERS):
+        table.note(FIRST, str(number))
+    assert table.order(FIRST, {"a": 1, "c": 0})[0] == "c"  # forgotten
 
 
 def test_an_overloaded_replica_is_left_to_others() -> None:
