@@ -31,6 +31,10 @@ def serve(
         str | None, typer.Option(help="The model's name in requests; that of the bundle's folder by default.")
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once; others wait.")] = 8,
+    prefix_slots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Prompts whose rows are kept for others that begin so; --max-num-seqs by default."),
+    ] = None,
     max_queued_requests: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get status 429.")] = 256,
     max_queued_tokens: Annotated[
         int | None, typer.Option(min=0, help="Prompt tokens that may wait; more get status 429. No limit by default.")
@@ -129,13 +133,15 @@ def serve(
             opening: dict[str, Any] = {
                 "threads": threads, "device": device, "verify": verify, "exact": not inexact,
                 "drafter_options": options, "max_num_seqs": max_num_seqs, "max_waiting": max_queued_requests,
+                "prefix_slots": prefix_slots,
             }  # fmt: skip
             runtime: Served
             if replicas > 1:
                 from redraft.runtime.server.ray_app import local_replicas
 
                 runtime = stack.enter_context(local_replicas(bundle, replicas, opening, settings, max_retries, report))
-                memory = serving.memory_of_replicas(bundle, replicas, 2 * max_num_seqs)
+                slots = max_num_seqs + (max_num_seqs if prefix_slots is None else prefix_slots)
+                memory = serving.memory_of_replicas(bundle, replicas, slots)
             else:
                 runtime = opened = stack.enter_context(
                     open_runtime(bundle, **opening, report=lambda stage: report(f"opening {bundle}: {stage}"))

@@ -55,6 +55,7 @@ class ModelSettings(BaseModel):
     replicas: number of processes; with `max_replicas`, the least number, and Serve starts as many as the load needs.
     cores, gpus: of each replica.   cores_apart: True to keep replicas of one machine to cores of their own.
     max_num_seqs, max_queued_requests: requests of one replica that run at once, and that wait.
+    prefix_slots: as `Runtime.open`.
     max_queued_tokens_each: tokens of waiting prompts for which one more replica starts.
     exact: as `Runtime.open`.   max_retries: deaths of its replica that a request survives.
     """
@@ -68,6 +69,7 @@ class ModelSettings(BaseModel):
     gpus: NonNegativeFloat = 0.0
     cores_apart: bool = True
     max_num_seqs: PositiveInt = 8
+    prefix_slots: NonNegativeInt | None = None
     max_queued_requests: NonNegativeInt = 256
     max_queued_tokens_each: PositiveInt = 4096
     exact: bool = True
@@ -139,7 +141,8 @@ def build(given: AppSettings | dict[str, Any]) -> Any:
             )  # fmt: skip
         engines[name] = engine_deployment(
             model.bundle,
-            {"max_num_seqs": model.max_num_seqs, "max_waiting": model.max_queued_requests, "exact": model.exact},
+            {"max_num_seqs": model.max_num_seqs, "max_waiting": model.max_queued_requests, "exact": model.exact,
+             "prefix_slots": model.prefix_slots},
             replicas=count, cores=model.cores, gpus=model.gpus, cores_apart=model.cores_apart,
             progress_timeout=args.progress_timeout, drain_seconds=args.drain_timeout, name=f"engine-{number}",
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 from redraft import __version__
@@ -43,5 +44,5 @@ class LocalReplicas:
 def gateway_of(replicas: LocalReplicas, **options: int) -> Gateway:
     runtime = replicas.replicas[0].runtime
     manifest = SimpleNamespace(max_model_len=runtime.max_model_len, eos_token_ids=(), model=SimpleNamespace(caveats=()))
-    bundle = SimpleNamespace(manifest=manifest, path=None)
+    bundle = SimpleNamespace(manifest=manifest, path=Path("nowhere"))
     return Gateway(bundle, runtime.tokenizer, replicas, replicas.replicas[0].describe(), **options)  # type: ignore[arg-type]
