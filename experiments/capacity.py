@@ -28,7 +28,7 @@ import heapq
 import itertools
 import math
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,7 +38,6 @@ from typing import Any, Protocol
 from redraft.bench.command import run
 from redraft.bench.plots import COLOURS, GREY, Pictures, check_plots
 from redraft.errors import UsageError
-from redraft.runtime.drafters.base import PREFIX_BLOCK
 from redraft.runtime.loop.scheduler import (
     CHUNK_MULTIPLE,
     CHUNK_SHARE,
@@ -243,7 +242,6 @@ class Setup:
     prefixes: slots of a replica for parked prefixes alone; these may lie in free slots of requests too.
     policy: prefix, idlest or random.   think: mean.   message, answer: medians of lognormal lengths with `spread`.
     system: tokens that all conversations begin with.   warm: time before figures are taken, for `seconds`.
-    parking: product, or lru: the latest rows of each conversation, of which the least recently used go first.
     """
 
     machine: str = "xeon"
@@ -265,52 +263,6 @@ class Setup:
     seconds: float = 300.0
     seed: int = 1
     host_ms: float = HOST_MS
-    parking: str = "product"
-
-
-PARKING = ("product", "lru")
-
-
-class Parking(Protocol):
-    """Keeps rows of conversations in a replica's slots."""
-
-    def admit(self, request: Request) -> int:
-        """Give a request a slot. Returns the prompt rows that it takes over."""
-
-    def join(self, request: Request) -> bool:
-        """Let a request run, whose rows are computed. Returns false if it has to wait for a slot."""
-
-    def leave(self, request: Request) -> None:
-        """Park the rows of a request that ended."""
-
-
-class Lru:
-    """The latest rows of each conversation, in the slots that requests leave free."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._system = setup.system
-        self._slots = setup.slots + setup.prefixes
-        self._active = 0
-        self._parked: OrderedDict[int, int] = OrderedDict()  # rows by conversation, the least recently used first
-
-    def admit(self, request: Request) -> int:
-        own = self._parked.pop(request.conversation, self._system if self._parked else 0)
-        self._active += 1
-        self._drop()
-        shared = min(own, request.prompt - 1)
-        return shared - shared % PREFIX_BLOCK
-
-    def join(self, request: Request) -> bool:
-        return True
-
-    def leave(self, request: Request) -> None:
-        self._active -= 1
-        self._parked[request.conversation] = request.prompt + request.answer - 1
-        self._drop()
-
-    def _drop(self) -> None:
-        while len(self._parked) > self._slots - self._active:
-            self._parked.popitem(last=False)
 
 
 _NO_DRAFTER: Any = SimpleNamespace(begin=lambda *_: None, resume=lambda *given: given[-1], move=lambda *_: None)
@@ -376,7 +328,7 @@ class Replica:
 
     def __init__(self, setup: Setup, drafting: Drafting, seed: int) -> None:
         self._slots = setup.slots
-        self._parking: Parking = ProductSlots(setup) if setup.parking == "product" else Lru(setup)
+        self._parking = ProductSlots(setup)
         self._host_ms = setup.host_ms
         self._drafting = drafting
         self._random = random.Random(seed)
@@ -787,12 +739,8 @@ BOUNDS = (0, 1, 2, 4, 8, 16, 10**6)
 def load(setup: Setup) -> dict[str, Any]:
     """Return what users see by the users of a replica, of eight."""
     return {
-        f"{machine}, {parking}": {
-            users: figures(replace(setup, machine=machine, parking=parking, replicas=8, users=8 * users))
-            for users in USERS
-        }
+        machine: {users: figures(replace(setup, machine=machine, replicas=8, users=8 * users)) for users in USERS}
         for machine in COSTS
-        for parking in PARKING
     }
 
 
@@ -841,12 +789,9 @@ def routing(setup: Setup) -> dict[str, Any]:
             for users in (4, 12)
         },
         "prefix slots": {
-            f"{users} users each, {prefixes} prefix slots, {parking}": figures(
-                replace(eight, users=8 * users, prefixes=prefixes, parking=parking)
-            )
+            f"{users} users each, {prefixes} prefix slots": figures(replace(eight, users=8 * users, prefixes=prefixes))
             for users in (4, 12, 24)
             for prefixes in (8, 24, 56)
-            for parking in PARKING
         },
     }
 
@@ -867,7 +812,6 @@ def check(setup: Setup) -> dict[str, Any]:
     queues = {}
     for load in (0.5, 0.7):
         own = replace(setup, method="none", replicas=1, users=0, slots=1, warm=1.0, seconds=300.0, host_ms=0.0)
-        own = replace(own, parking="lru")
         rate = load * 1e3  # a second; services take a millisecond
         record = Simulation(own, Poisson(rate, own.seed), RandomCosts(own.seed + 1)).run()
         wait_ms, expected_ms = sum(record.waits) / len(record.waits) * 1e3, load / (1 - load)
@@ -922,10 +866,8 @@ def draw_load(found: Mapping[str, Any], pictures: Pictures) -> None:
             rows, ("first_token_p95_s", "gap_p95_ms"), (goals.first_token_s, goals.gap_ms), strict=True
         ):
             for colour, machine in zip(COLOURS, COSTS, strict=False):
-                for parking, style in zip(PARKING, ("-", "--"), strict=True):
-                    name = f"{machine}, {parking}"
-                    values = [found[name][users][figure] for users in USERS]
-                    axes.plot(USERS, values, style, color=colour, label=name)
+                values = [found[machine][users][figure] for users in USERS]
+                axes.plot(USERS, values, color=colour, label=machine)
             axes.axhline(limit, color=GREY, linestyle="--", marker="", label="goal")
         rows[0].set(ylabel="first token, s", ylim=(0, 10))
         rows[1].set(ylabel="between outputs, ms", ylim=(0, 300), xlabel="users")
@@ -947,7 +889,6 @@ def main() -> dict[str, Any]:
     parser.add_argument("--machine", choices=list(COSTS), default=defaults.machine)
     parser.add_argument("--model", choices=list(METHODS), default=defaults.model)
     parser.add_argument("--method", default=defaults.method, help="methods compares all of the model")
-    parser.add_argument("--parking", choices=PARKING, default=defaults.parking)
     for name in ("slots", "prefixes", "overload", "turns", "message", "answer", "system", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(defaults, name))
     for name in ("think", "seconds"):
