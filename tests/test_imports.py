@@ -9,12 +9,12 @@ from pathlib import Path
 EXTRAS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime_genai",
           "llama_cpp", "xllamacpp", "openvino_genai", "matplotlib", "nvtx", "optimum", "polygraphy",
           "cuda", "fastapi", "starlette", "uvicorn", "sse_starlette", "anyio",
-          "prometheus_client")  # fmt: skip
+          "prometheus_client", "ray")  # fmt: skip
 _TENSORRT = ("expand", "memory", "native", "operators", "prepare", "stage")
 BUILD_TIME = ("redraft.engines.lowering", *(f"redraft.engines.tensorrt.{name}" for name in _TENSORRT))
 """Modules that write graphs when a bundle is built; nothing deployed may need them."""
-SERVER = "redraft.runtime.server"
-"""The package that needs the extra `serve`; no other module imports it."""
+WITH_EXTRAS = ("redraft.runtime.server", "redraft.runtime.replicas.ray_serve")
+"""What needs the extras `serve` and `ray`; no other module imports it."""
 HEAVY = (*EXTRAS, "onnxruntime", "numpy", "tokenizers")
 
 BLOCK = """
@@ -42,7 +42,9 @@ def deployed(root: Path) -> list[str]:
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root / folder).with_suffix("").parts
             names.append(".".join((package, *(part for part in parts if part != "__init__"))))
-    return [name for name in names if not any(f"{name}.".startswith(f"{built}.") for built in (*BUILD_TIME, SERVER))]
+    return [
+        name for name in names if not any(f"{name}.".startswith(f"{built}.") for built in (*BUILD_TIME, *WITH_EXTRAS))
+    ]
 
 
 def test_deployed_modules_import_without_extras(root: Path) -> None:
