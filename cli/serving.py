@@ -87,7 +87,7 @@ def memory_of(engines: Path, slots: int) -> str:
 
 def memory_of_replicas(engines: Path, replicas: int, slots: int) -> str:
     """Return the line about the memory of replicas, each with so many slots."""
-    return f"  {replicas} replicas, each with {_parts(engines, slots)}"
+    return f"  {replicas} replicas, each with the limits below, {_parts(engines, slots)}"
 
 
 def _parts(engines: Path, slots: int) -> str:

@@ -213,6 +213,7 @@ def local_replicas(
 
     from redraft.runtime.replicas.ray_serve import ServeReplicas, engine_deployment
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     report("starting Ray")
     ray.init(
         "local", num_cpus=len(os.sched_getaffinity(0)), include_dashboard=False, log_to_driver=False,
@@ -228,7 +229,7 @@ def local_replicas(
         try:
             handle = serve.run(deployment, name="redraft", route_prefix=None)
         except RuntimeError as error:
-            raise BackendError(f"the replicas do not start: {_last_line(error)}", "read Ray's log") from error
+            raise BackendError(f"the replicas do not start: {_why(serve, error)}", "read Ray's log") from error
         replicas = ServeReplicas(handle)
         gateway = gateway_of(bundle, replicas, replicas.describe(), retries, options.get("max_waiting"))
         try:
@@ -236,13 +237,13 @@ def local_replicas(
         finally:
             gateway.close()
     finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 
 def _ray() -> Any:
     """Return Ray. Raises UsageError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # its ports listen on all addresses
     try:
         import ray
         import ray.serve
@@ -251,8 +252,12 @@ def _ray() -> Any:
     return ray
 
 
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+def _why(serve: Any, error: Exception) -> str:
+    """Return the reason in what Serve says of the deployment: the last line of a traceback that names an error."""
+    deployments = serve.status().applications["redraft"].deployments.values()
+    lines = [line for deployment in deployments for line in deployment.message.splitlines()]
+    named = [line.partition(": ")[2] for line in lines if line.startswith("redraft.errors.")]
+    return named[-1] if named else str(error).strip()
 
 
 def gateway_of(
