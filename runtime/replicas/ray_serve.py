@@ -39,10 +39,10 @@ _FOREVER = 1 << 20
 """More requests than a replica ever takes: it has a queue of its own, which refuses what does not fit."""
 
 
-def _threads_of_a_core() -> float:
-    """Return how many processors a core of this machine has: Ray counts these."""
+def _processors(cores: int) -> int:
+    """Return how many processors so many cores of this machine have: Ray counts these."""
     cpus = os.sched_getaffinity(0)
-    return len(cpus) / len(cores_of(cpus))
+    return cores * len(cpus) // len(cores_of(cpus))
 
 
 class Engine:
@@ -215,7 +215,7 @@ def engine_deployment(  # noqa: PLR0913 - the settings of a deployment
     opening = {**options, "threads": options.get("threads") or (None if apart else cores)}
     engine: Any = serve.deployment(
         Engine, name=name, max_ongoing_requests=_FOREVER,
-        ray_actor_options={"num_cpus": cores * _threads_of_a_core(), "num_gpus": gpus},
+        ray_actor_options={"num_cpus": _processors(cores), "num_gpus": gpus},
         health_check_period_s=_CHECK_SECONDS, health_check_timeout_s=_UNANSWERED_SECONDS,
         graceful_shutdown_timeout_s=drain_seconds, graceful_shutdown_wait_loop_s=0.5,
         request_router_config=RequestRouterConfig(
