@@ -8,9 +8,8 @@
 - a replica was killed less often than asked.
 
 Clients are those of the soak (`redraft.bench.soak`). A kill is SIGKILL at a random moment while all replicas live.
-`at_kills` counts the states of the requests that the killed replicas worked on: `prompt` while rows of a prompt were
-computed. `calls_lost` counts requests that lost their replica. `gap_s` is the longest wait between two events of a
-stream.
+`at_kills` counts the states of all requests at the kills: `waiting` before the first token. `calls_lost` counts
+requests that lost their replica. `gap_s` is the longest wait between two events of a stream.
 """
 
 from __future__ import annotations

@@ -45,7 +45,14 @@ _LATE_SECONDS = 1.0
 
 
 class ReplicaDied(Exception):
-    """The replica of a call is gone, or its stream ended before the request."""
+    """The replica of a call is gone, or its stream ended before the request.
+
+    worked: True if it had the call, and may have died of it, though it had not said that it took the request.
+    """
+
+    def __init__(self, worked: bool = False) -> None:
+        super().__init__()
+        self.worked = worked
 
 
 class _Seen(NamedTuple):
@@ -196,7 +203,8 @@ class Gateway:
         """Note when a replica has answered."""
         while True:
             with suppress(Exception):  # what the replicas raise says that none answers
-                await self._replicas.ping()
+                async with asyncio.timeout(_SILENT_SECONDS / 2):
+                    await self._replicas.ping()
                 self._answered = time.monotonic()
             await asyncio.sleep(_PING_SECONDS)
 
@@ -257,7 +265,7 @@ class Gateway:
             async with asyncio.timeout_at(_end(line.request.due)) as line.limit:
                 while not await self._ended(line):
                     line.lose()
-                    await asyncio.sleep(min(_RETRY_SECONDS * 2**line.tries, _PING_SECONDS))
+                    await asyncio.sleep(min(_RETRY_SECONDS * 2 ** (line.tries + line.refusals), _PING_SECONDS))
         except TimeoutError:  # no replica ended it in time
             update = Update(finish_reason="timeout")
         except asyncio.CancelledError:
@@ -296,6 +304,7 @@ class Gateway:
                     elif not (line.taken.done() and isinstance(answer.error, QueueFull)):
                         raise answer.error
                     else:
+                        line.refused()
                         return False
             raise ReplicaDied
         except ReplicaDied as death:
@@ -304,7 +313,7 @@ class Gateway:
 
     def _count_death(self, line: Line, death: ReplicaDied) -> None:
         """Count a lost replica. Raises BackendError if it was one too many."""
-        if not line.replica:
+        if not line.replica and not death.worked:
             line.tries += 1
             if line.tries >= _MOST_TRIES:
                 raise BackendError(f"no replica took this request in {line.tries} tries") from death

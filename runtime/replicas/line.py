@@ -37,7 +37,8 @@ class Line:
 
     taken:   done when a replica has taken the request, or will not.   task: follows the call.
     replica: the one that works on it; empty if none does.   texts: of that one's identity.
-    deaths:  of replicas that worked on it.   tries: calls in a row that no replica took.
+    deaths:  of replicas that worked on it.
+    tries, refusals: calls in a row that no replica took, and for which one had no space.
     limit:   of its time.   ended: True when its last output has been delivered.
     """
 
@@ -49,6 +50,7 @@ class Line:
     texts: str = ""
     deaths: int = 0
     tries: int = 0
+    refusals: int = 0
     limit: asyncio.Timeout | None = None
     ended: bool = False
     _predicted: tuple[int, int] = (0, 0)
@@ -59,10 +61,16 @@ class Line:
             raise BackendError(
                 "the replica is gone, and another one would write another text", "send the request again"
             )
-        self.replica, self.texts, self.tries = started.replica, started.texts, 0
+        self.replica, self.texts = started.replica, started.texts
+        self.tries = self.refusals = 0
         self.request.fingerprint = started.fingerprint
         if not self.taken.done():
             self.taken.set_result(None)
+
+    def refused(self) -> None:
+        """Note that a replica has no space, so that the next call may go to another one than the session's."""
+        self.refusals += 1
+        self.call = replace(self.call, session=None)
 
     def lose(self) -> None:
         """Let the request go on after its tokens, with another replica."""

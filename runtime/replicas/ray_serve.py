@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -117,13 +117,17 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Note which replica computes the prompt."""
-        self._calls[replica_id.unique_id] += 1
         if (call := _call_of(pending_request)) is not None:
             self._table.note((*call.prompt, *call.written), replica_id.unique_id, call.cache_salt, call.session)
 
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Note that a call is on its way."""
+        super().on_send_request(replica_id)
+        self._calls[replica_id.unique_id] += 1
+
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Note that a call has ended."""
-        self._calls[replica_id.unique_id] -= 1
+        self._calls[replica_id.unique_id] = max(self._calls[replica_id.unique_id] - 1, 0)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica's calls, too."""
@@ -173,7 +177,10 @@ class ServeReplicas:
 
     async def ping(self) -> None:
         """As `Replicas.ping`."""
-        await self._handle.describe.remote()
+        try:
+            await self._handle.describe.remote()
+        except asyncio.CancelledError:
+            raise _not_ours(False) from None
 
     async def run(self, call: Call) -> AsyncGenerator[Answer]:
         """As `Replicas.run`. Waits for a replica while there is none."""
@@ -186,15 +193,18 @@ class ServeReplicas:
         except DeploymentUnavailableError as error:
             raise BackendError("no replica can be started", "read Ray's log") from error
         except (RayError, RayServeException) as error:
-            raise ReplicaDied from error
+            raise ReplicaDied(isinstance(error, ActorDiedError)) from error  # Serve repeats what was not taken yet
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise  # the request's own end
-            raise ReplicaDied from None  # Ray has cancelled the call at its replica
+            raise _not_ours(True) from None
         finally:
             with suppress(Exception):
                 answers.cancel()
+
+
+def _not_ours(worked: bool) -> BaseException:
+    """Return what to raise for a cancelled call: ReplicaDied if Ray has cancelled it, and not the caller."""
+    task = asyncio.current_task()
+    return asyncio.CancelledError() if task is not None and task.cancelling() else ReplicaDied(worked)
 
 
 def engine_deployment(  # noqa: PLR0913 - the settings of a deployment

@@ -69,11 +69,16 @@ class Replica:
         def send(output: RequestOutput) -> None:
             loop.call_soon_threadsafe(updates.put_nowait, self._update(output, call.keep_trees))
 
+        # In a thread: a drafter may open, or a grammar compile, while other streams go on.
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, call, send))
         try:
-            submission = self._submit(call, send)
+            submission = await asyncio.shield(submitting)
         except RedraftError as error:
             yield Gone() if self._is_dead() else Refused(error)
             return
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_abort)
+            raise
         try:
             yield Started(self.name, self.identity.texts, self._fingerprint)
             while True:
@@ -126,3 +131,9 @@ class Replica:
             gain=self.runtime.gain,
             step=recorded(step) if with_step else None,
         )
+
+
+def _abort(submitting: asyncio.Future[Submission]) -> None:
+    """End a request for which nobody waits any more."""
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().abort()

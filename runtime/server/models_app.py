@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 import prometheus_client
+from anyio import to_thread
 from fastapi import FastAPI
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
@@ -15,9 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redraft.runtime.server.app import error_response
 from redraft.runtime.server.errors import ApiError, unavailable
-from redraft.runtime.server.http import read_body
+from redraft.runtime.server.http import HostCheck, KeyCheck, read_body
 from redraft.runtime.server.metrics import CONTENT_TYPE
 from redraft.runtime.server.service import Service
+
+_SMALL_BODY = 64 << 10
+"""Bytes of a body that is read in the event loop."""
 
 
 def models_app(apps: Mapping[str, FastAPI]) -> ASGIApp:
@@ -35,6 +39,7 @@ class _ModelsApp:
         self._apps = dict(apps)
         self._first = next(iter(apps.values()))
         self._services: list[Service] = [app.state.service for app in apps.values()]
+        self._host_check, self._key_check = HostCheck(self._services[0].settings), KeyCheck(self._services[0].settings)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -42,29 +47,31 @@ class _ModelsApp:
         if scope["type"] != "http":
             return await self._first(scope, receive, send)
         request, whole = Request(scope, receive), None
+        path = request.url.path.removeprefix(scope.get("root_path", ""))
         if request.method == "POST":
             try:
+                await self._host_check(request)
+                await self._key_check(request)
                 body = await read_body(request, self._services[0].settings)
             except ApiError as error:
                 return await error_response(request, error)(scope, receive, send)
             except ClientDisconnect:
                 return None
-            return await self._app_of(body)(scope, _Replayed(body, receive), send)
-        if request.url.path == "/v1/models" and request.method == "GET":
+            chosen = self._app_of(body) if len(body) <= _SMALL_BODY else await to_thread.run_sync(self._app_of, body)
+            return await chosen(scope, _Replayed(body, receive), send)
+        if path == "/v1/models" and request.method == "GET":
             whole = await self._models(scope)
-        elif request.url.path == "/ready":
+        elif path == "/ready":
             whole = self._ready()
-        elif request.url.path == "/metrics":
+        elif path == "/metrics":
             whole = Response(prometheus_client.generate_latest(self._registry), media_type=CONTENT_TYPE)
-        app = whole or next(
-            (app for name, app in self._apps.items() if request.url.path == f"/v1/models/{name}"), self._first
-        )
+        app = whole or next((app for name, app in self._apps.items() if path == f"/v1/models/{name}"), self._first)
         return await app(scope, receive, send)
 
     def _app_of(self, body: bytes) -> FastAPI:
         try:
             asked = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self._first
         name = asked.get("model") if isinstance(asked, dict) else None
         return self._apps.get(name, self._first) if isinstance(name, str) else self._first

@@ -22,6 +22,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )  # fmt: skip
 
@@ -75,6 +76,12 @@ class ModelSettings(BaseModel):
     exact: bool = True
     max_retries: NonNegativeInt = MAX_RETRIES
 
+    @field_validator("bundle")
+    @classmethod
+    def _whole_path(cls, given: Path) -> Path:
+        """Return the path from the root: other processes have other working folders."""
+        return given.absolute()
+
 
 class AppSettings(BaseModel):
     """The arguments of an application: those of one model, or `models`, each by its name.
@@ -99,6 +106,12 @@ class AppSettings(BaseModel):
     first_token_timeout: PositiveFloat | None = None
     progress_timeout: PositiveFloat = 30.0
     drain_timeout: PositiveFloat = 30.0
+
+    @field_validator("allow_hosts", "allow_origins", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        """Take a text as `serve run` gives it, with commas."""
+        return tuple(given.split(",")) if isinstance(given, str) else given
 
     @model_validator(mode="before")
     @classmethod

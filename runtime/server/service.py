@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
 
-from anyio import CancelScope, CapacityLimiter, to_thread
+from anyio import CapacityLimiter, to_thread
 
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime.api import GREEDY
@@ -101,12 +102,20 @@ class Service:
 
         prompts: token ids.   Raises ApiError.
         """
-        started: list[Submission] = []
-        with CancelScope(shield=True):  # a request whose client leaves now would run without anyone
-            started = await to_thread.run_sync(self._submit, prompts, job, limiter=self._submitting)
-            if (record := current_record()) is not None:
-                record.submitted(started, job)
+        work = asyncio.ensure_future(to_thread.run_sync(self._submit, prompts, job, limiter=self._submitting))
+        try:
+            started = await asyncio.shield(work)
+        except asyncio.CancelledError:  # the client has left; its requests would run without anyone
+            work.add_done_callback(self._release_unread)
+            raise
+        if (record := current_record()) is not None:
+            record.submitted(started, job)
         return started
+
+    def _release_unread(self, work: asyncio.Future[list[Submission]]) -> None:
+        """End what was submitted for a client that had left before."""
+        if not work.cancelled() and work.exception() is None:
+            self.release(work.result())
 
     def _submit(self, prompts: Sequence[Sequence[int]], job: Job) -> list[Submission]:
         self._check_accepting()

@@ -12,7 +12,7 @@ from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.runtime import QueueFull, RequestError, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.loop.scheduler import RequestOutput
 from redraft.runtime.replicas import gateway as gateway_module
-from redraft.runtime.replicas.calls import Answer, Call, Started
+from redraft.runtime.replicas.calls import Answer, Call, Refused, Started
 from redraft.runtime.replicas.gateway import ReplicaDied
 from redraft.runtime.requests.request import Request
 from tests.runtime.fakes import greedy, make_runtime
@@ -254,4 +254,44 @@ def test_calls_that_no_replica_takes_end(runtimes: list[Runtime], monkeypatch: p
     with pytest.raises(BackendError, match="no replica took this request in 20 tries"):
         gateway.submit(PROMPT, greedy(5), NGRAM)
     assert len(replicas.calls) == 20
+    gateway.close()
+
+
+def test_a_request_that_kills_replicas_before_they_take_it_is_refused_too(runtimes: list[Runtime]) -> None:
+    replicas = LocalReplicas(runtimes)
+    gateway = gateway_of(replicas)
+
+    async def run(call: Call) -> AsyncGenerator[Answer]:
+        replicas.calls.append(call)
+        raise ReplicaDied(worked=True)
+        yield
+
+    replicas.run = run  # type: ignore[method-assign]
+    with pytest.raises(BackendError, match="2 replicas died"):
+        gateway.submit(PROMPT, greedy(5), NGRAM)
+    assert len(replicas.calls) == 2
+    gateway.close()
+
+
+def test_a_request_that_lost_its_replica_waits_for_space_anywhere(
+    runtimes: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "_RETRY_SECONDS", 0.0)
+    replicas = LocalReplicas(runtimes, lambda call, number, sent: number == 0 and sent == 2)
+    run, full = replicas.run, [True] * 3
+
+    async def crowded(call: Call) -> AsyncGenerator[Answer]:
+        if call.written and full:
+            full.pop()
+            replicas.calls.append(call)
+            yield Refused(QueueFull(9, None))
+            return
+        async for answer in run(call):
+            yield answer
+
+    replicas.run = crowded  # type: ignore[method-assign]
+    gateway = gateway_of(replicas)
+    found = gateway.submit(PROMPT, greedy(20), NGRAM, session="s").result(30)
+    assert found.text == runtimes[0].submit(PROMPT, greedy(20), "none").result().text
+    assert [call.session for call in replicas.calls] == ["s", "s", None, None, None]
     gateway.close()

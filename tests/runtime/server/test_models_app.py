@@ -59,7 +59,9 @@ def test_a_model_that_is_not_there_is_refused(client: TestClient, body: bytes) -
     assert error_of(answer, 404 if b"third" in body else 400)["param"] == "model"
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"model": "second"', b"\xff\xfe", b'{"model": "second", "x": 1}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"model": "second"', b"\xff\xfe", b'{"model": "second", "x": 1}', b"[" * 299]
+)
 def test_bodies_that_are_wrong_are_refused_as_by_one_model(client: TestClient, body: bytes) -> None:
     answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert error_of(answer, 400)

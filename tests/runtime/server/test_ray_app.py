@@ -31,6 +31,14 @@ def test_the_fields_of_one_model_are_those_of_the_application() -> None:
     assert list(AppSettings.model_validate({"bundle": BUNDLE, "name": "other"}).models) == ["other"]
 
 
+def test_settings_are_read_as_the_command_line_gives_them() -> None:
+    given = {"bundle": "engines/one", "allow_hosts": "a.b,c", "exact": "false", "gpus": "1", "max_body_bytes": "99"}
+    settings = AppSettings.model_validate(given)
+    assert (settings.allow_hosts, settings.max_body_bytes) == (("a.b", "c"), 99)
+    model = settings.models["one"]
+    assert (model.bundle, model.exact, model.gpus) == (Path.cwd() / "engines/one", False, 1)
+
+
 def test_several_models_have_settings_of_their_own() -> None:
     models = {"a": {"bundle": BUNDLE}, "b": {"bundle": "/engines/two", "replicas": 2}}
     settings = AppSettings.model_validate({"models": models, "max_prompt_tokens": 100})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx2 as httpx
@@ -11,7 +12,9 @@ from anyio import to_thread
 
 from redraft.errors import UsageError
 from redraft.runtime.api import GREEDY
+from redraft.runtime.params import SamplingParams, SpeculationParams
 from redraft.runtime.server.app import create_app
+from redraft.runtime.server.parameters import Job
 from redraft.runtime.server.settings import ServerSettings
 from tests.runtime.server.serving import WAIT, ask, client_of, error_of, toy
 
@@ -59,3 +62,33 @@ def test_requests_have_the_defaults_of_the_model(monkeypatch: pytest.MonkeyPatch
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         ServerSettings(**{"model_name": "toy", **wrong})
+
+
+def test_what_is_submitted_for_a_client_that_has_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its task was cancelled, also while its requests are being submitted."""
+    begun, go_on = threading.Event(), threading.Event()
+    with toy() as runtime:
+        service = create_app(runtime, ServerSettings("toy")).state.service
+        submit = service._submit
+
+        def slow(*given: Any) -> Any:
+            begun.set()
+            assert go_on.wait(WAIT)
+            return submit(*given)
+
+        monkeypatch.setattr(service, "_submit", slow)
+
+        async def leave() -> None:
+            job = Job(SamplingParams(max_tokens=150, ignore_eos=True), SpeculationParams("none"))
+            task = asyncio.create_task(service.submit([[97, 98]], job))
+            await to_thread.run_sync(begun.wait, WAIT)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            go_on.set()
+            while not service.metrics.sums().ends:
+                await asyncio.sleep(0.005)
+
+        asyncio.run(asyncio.wait_for(leave(), WAIT))
+        assert dict(service.metrics.sums().ends) == {"abort": 1}
+        assert not service._running
