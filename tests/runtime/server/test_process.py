@@ -101,7 +101,10 @@ def test_headers_are_limited_before_a_request_begins(first: bytes, long: bytes) 
         with socket.create_connection(address_of(url), WAIT) as connection:
             connection.sendall(first)
             if first:
-                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                answered = b""
+                while not answered.endswith(b"}"):  # headers and body may come apart
+                    answered += connection.recv(1 << 16)
+                assert answered.startswith(b"HTTP/1.1 200")
             connection.sendall(b"GET /v1/models HTTP/1.1\r\n" + long[: MOST_HEADER_BYTES - 25])
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         head, _, body = answer.partition(b"\r\n\r\n")
