@@ -133,8 +133,7 @@ class StepRecord(NamedTuple):
     @property
     def origins(self) -> list[Origin]:
         """The origin of each of the step's tokens."""
-        drafted = [self.nodes[node - 1] for node in self.path]
-        return [*drafted, *[Origin.VERIFIER] * (self.made - len(drafted))]
+        return _of_tokens(self.nodes, self.path, self.made)
 
 
 def recorded(step: RequestStep | StepRecord | None) -> StepRecord | None:
@@ -155,9 +154,13 @@ def origins(step: RequestStep | StepRecord) -> list[Origin]:
         return step.origins
     if step.outcome is None:
         return []
-    nodes, path = node_origins(step), step.outcome.path
+    return _of_tokens(node_origins(step), step.outcome.path, len(step.outcome.tokens))
+
+
+def _of_tokens(nodes: Sequence[Origin], path: Sequence[int], made: int) -> list[Origin]:
+    """Return the origins of a step's tokens: those of the accepted nodes, then the verifier's own."""
     drafted = [nodes[node - 1] for node in path]
-    return [*drafted, *[Origin.VERIFIER] * (len(step.outcome.tokens) - len(drafted))]
+    return [*drafted, *[Origin.VERIFIER] * (made - len(drafted))]
 
 
 def node_origins(step: RequestStep) -> list[Origin]:
