@@ -129,20 +129,26 @@ check-tensorrt: install-dev
 	$(BIN)/python -m tests.engines.tensorrt.real_parser --build --table docs/tensorrt.md build/check/rtx-* build/check/plugin
 
 # A server of BUNDLE against real clients, each in an environment of its own (build/clients, 1.6 GB), schemathesis among
-# them, then against a load of SOAK minutes, and one in which KILLS replicas are killed; and its page in Chromium, which must be there. The embedded model gets a chat template with tools.
+# them, then against a load of SOAK minutes, one in which KILLS replicas are killed, and one in which its application on Ray
+# Serve changes, to OTHER among others; then a batch job on Ray Data; and its page in Chromium, which must be there. The
+# embedded model gets a chat template with tools.
 BUNDLE ?= build/engines/tiny
+OTHER ?= build/engines/tiny-int8
 SOAK ?= 0.5
 KILLS ?= 20
 check-serving: install-dev
 	@command -v chromium >/dev/null || { echo "make check-serving needs Chromium: apt-get install chromium" >&2; exit 2; }
-	@$(INSTALL) '.[browser]'
+	@$(INSTALL) '.[browser,ray-data]'
 ifeq ($(BUNDLE),build/engines/tiny)
 	$(BIN)/redraft build tiny -o $(BUNDLE)
+	$(BIN)/redraft build tiny -o $(OTHER) --precision int8
 endif
 	$(BIN)/python -m tests.clients.run --engines $(BUNDLE) $(CLIENTS) \
 	  $(if $(filter build/engines/tiny,$(BUNDLE)),--chat-template tests/clients/tools.jinja)
 	$(MAKE) soak BUNDLE=$(BUNDLE) MINUTES=$(SOAK)
 	$(BIN)/python -m redraft.bench.failover --engines $(BUNDLE) --kills $(KILLS)
+	$(BIN)/python -m redraft.bench.rollout --engines $(BUNDLE) --other $(OTHER)
+	$(BIN)/python -m pytest tests/examples/test_ray_batch.py
 	$(BIN)/python -m pytest -m browser tests/runtime/server
 
 # Mixed load on a server of BUNDLE for some minutes: its texts, errors, memory and slots.

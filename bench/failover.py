@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,15 +78,16 @@ class Killer:
         self._next = 0.0 if self.killed < self.kills else now + _PAUSE_SECONDS[1]
 
 
-def replicas_of(server: int) -> list[int]:
-    """Return the process ids of the replicas that a server has started."""
+def replicas_of(server: int, deployment: str = "") -> list[int]:
+    """Return the process ids of the replicas that a server has started, of one deployment or of all."""
     parents: dict[int, int] = {}
     named = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             pid = int(folder.name)
             parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if (folder / "cmdline").read_bytes().startswith(_REPLICA):
+            title = (folder / "cmdline").read_bytes()
+            if title.startswith(_REPLICA) and deployment.encode() in title:
                 named.append(pid)
         except (OSError, ValueError):
             continue  # it has ended
@@ -108,7 +109,7 @@ def failover(bundle: Path, replicas: int, kills: int, clients: int, count: int, 
         with Client(server.url) as client:
             model = json.loads(client.get("/v1/models"))["data"][0]
             requests = requests_of(MODEL, count, 0, min(96, max(1, model["max_model_len"] // 4)))
-        expected = oracle(server.url, requests)
+        expected = [[one] for one in oracle(server.url, requests)]
         killer = Killer(server.pid, replicas, kills, random.Random(0))
         load = Load(server.url, requests, expected, model["methods"])
         report(f"{clients} clients, {kills} kills")
@@ -125,7 +126,6 @@ def failover(bundle: Path, replicas: int, kills: int, clients: int, count: int, 
             left = wait_until_idle(client)
             metrics = client.get("/metrics")
     counts = {name: load.tally.counts[name] for name in ("answers", "left", "refused", "different", "errors")}
-    gaps = load.tally.gaps
     return {
         "ok": killer.killed == kills and bool(counts["answers"])
               and not (counts["different"] or counts["errors"] or any(left.values())),
@@ -134,10 +134,15 @@ def failover(bundle: Path, replicas: int, kills: int, clients: int, count: int, 
         "calls_lost": figure(metrics, "replica_calls_lost_total"),
         **counts,
         "left_at_the_end": left,
-        "gap_s": {name: round(float(np.percentile(gaps, share)), 3)
-                  for name, share in (("p50", 50), ("p99", 99), ("max", 100))} if gaps else {},
+        "gap_s": gaps(load.tally.gaps),
         "reasons": load.tally.wrong,
     }  # fmt: skip
+
+
+def gaps(seconds: Sequence[float]) -> Json:
+    """Return percentiles of the streams' longest waits, in seconds."""
+    shares = (("p50", 50), ("p99", 99), ("max", 100))
+    return {name: round(float(np.percentile(seconds, share)), 3) for name, share in shares} if seconds else {}
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def soak(bundle: Path, minutes: float, clients: int, count: int, report: Callabl
         with Client(server.url) as client:
             most_tokens = min(48, max(1, _model(client)["max_model_len"] // 8))
         requests = requests_of(MODEL, count, 0, most_tokens)
-        expected = oracle(server.url, requests)
+        expected = [[one] for one in oracle(server.url, requests)]
     with serving(bundle, MODEL) as server:
         with Client(server.url) as client:
             methods = _model(client)["methods"]

@@ -49,8 +49,9 @@ class Load:
     """Clients that send requests until they are told to stop, each with random numbers of its own."""
 
     def __init__(
-        self, url: str, requests: Sequence[Asked], expected: Sequence[Choices], methods: Sequence[str]
+        self, url: str, requests: Sequence[Asked], expected: Sequence[Sequence[Choices]], methods: Sequence[str]
     ) -> None:
+        """expected: of each request, its answers, one for each build that may give it."""
         self.tally = Tally()
         self._url, self._requests, self._expected, self._methods = url, requests, expected, methods
         self._ways: tuple[tuple[Callable[[Client, random.Random], None], int], ...] = (
@@ -95,36 +96,39 @@ class Load:
     def _whole(self, client: Client, draw: random.Random) -> None:
         number, asked, fields = self._drawn(draw)
         choices = Choices()
-        choices.add(client.ask(asked.path, fields)["choices"])
+        choices.add(client.ask(asked.path, fields))
         self._compare(number, fields, choices)
 
     def _stream(self, client: Client, draw: random.Random) -> None:
         number, asked, fields = self._drawn(draw)
         choices, times = Choices(), list[float]()
         for now, event in client.events(asked.path, fields):
-            choices.add(event["choices"])
+            choices.add(event)
             times.append(now)
         self.tally.gaps.append(max([after - before for before, after in pairwise(times)], default=0.0))
         self._compare(number, fields, choices)
 
     def _compare(self, number: int, fields: Json, choices: Choices) -> None:
         self.tally.count("answers")
-        expected = self._expected[number].all
-        if choices.all != expected:
-            self.tally.fail("different", f"{fields} gave {choices.all}, alone {expected}")
+        if not choices.among(self._expected[number]):
+            self._differs("gave", number, fields, choices)
+
+    def _differs(self, how: str, number: int, fields: Json, choices: Choices) -> None:
+        alone = {one.build: one.all for one in self._expected[number]}
+        self.tally.fail("different", f"{fields} {how} {choices.build}: {choices.all}, alone {alone}")
 
     def _leave_stream(self, client: Client, draw: random.Random) -> None:
         """Leave after some events, or at the end of a short answer."""
         number, asked, fields = self._drawn(draw)
         choices, events = Choices(), draw.randint(0, 6)
         for place, (_, event) in enumerate(client.events(asked.path, fields)):
-            choices.add(event["choices"])
+            choices.add(event)
             if place >= events:
                 break
         client.close()
         self.tally.count("left")
         if not choices.begin(self._expected[number]):
-            self.tally.fail("different", f"{fields} began with {choices.all}, alone {self._expected[number].all}")
+            self._differs("began with", number, fields, choices)
 
     def _leave(self, client: Client, draw: random.Random) -> None:
         """Leave before the answer to a request."""

@@ -1,6 +1,6 @@
 """A batch job over a cluster: `python examples/ray_batch.py ENGINES PROMPTS.jsonl ANSWERS.jsonl [REPLICAS]`.
 
-It needs `pip install 'redraft[ray]' 'ray[data]'`. Lines and answers are those of examples/batch.py, with its rules: a
+It needs `pip install 'redraft[ray-data]'`. Lines and answers are those of examples/batch.py, with its rules: a
 job that was killed goes on where it was, and a text does not depend on the others. Each of the REPLICAS processes has
 its share of the cores, and takes AT_ONCE prompts of a block at once. ENGINES is a path on every node.
 """

@@ -138,7 +138,7 @@ def build(given: AppSettings | dict[str, Any]) -> Any:
     args = AppSettings.model_validate(given)
     if not args.models:
         raise UsageError("the application has no model", "give bundle=DIR, or models in a configuration file")
-    _ray()
+    required_ray()
     from ray import serve
     from ray.serve.config import AutoscalingConfig
 
@@ -221,7 +221,7 @@ def local_replicas(
         raise UsageError(f"{count} replicas need {count} cores, and there are {cores}", "start fewer replicas")
     bundle = open_bundle(folder)
     gpus = 1 if options.get("device") == "cuda" or bundle.manifest.tensorrt is not None else 0
-    ray = _ray()
+    ray = required_ray()
     from ray import serve
 
     from redraft.runtime.replicas.ray_serve import ServeReplicas, engine_deployment
@@ -253,7 +253,7 @@ def local_replicas(
         ray.shutdown()
 
 
-def _ray() -> Any:
+def required_ray() -> Any:
     """Return Ray. Raises UsageError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # its ports listen on all addresses

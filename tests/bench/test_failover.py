@@ -27,6 +27,8 @@ def test_replicas_are_those_that_a_server_started() -> None:
         (replica,) = found
         assert replica != other.pid
         assert other.pid in failover.replicas_of(os.getpid())
+        assert failover.replicas_of(server.pid, "x:y") == [replica]
+        assert not failover.replicas_of(server.pid, "z")
     finally:
         for pid in failover.replicas_of(os.getpid()):
             os.kill(pid, 9)

@@ -16,7 +16,7 @@ from tests.runtime.server.serving import WAIT, listening, toy
 from redraft.bench import server_process, soak, soak_load
 from redraft.bench.http_client import Client
 from redraft.bench.soak import by_minute, figure, slope, summary, wait_until_idle
-from redraft.bench.soak_answers import oracle
+from redraft.bench.soak_answers import Choices, oracle
 from redraft.bench.soak_load import Load, Tally
 from redraft.bench.soak_requests import Asked, requests_of, varied
 from redraft.errors import BackendError
@@ -35,7 +35,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def run(url: str, requests: Sequence[Asked]) -> tuple[Tally, str]:
     """Run a load until each kind of request was sent several times. Returns the tally and the metrics."""
-    load = Load(url, requests, oracle(url, requests), ["none", "ngram"])
+    load = Load(url, requests, [[one] for one in oracle(url, requests)], ["none", "ngram"])
 
     def is_over() -> bool:
         counts = load.tally.counts
@@ -62,7 +62,7 @@ def test_texts_that_neighbours_change_are_found(monkeypatch: pytest.MonkeyPatch,
     alone, fields = [True], {"model": "toy", "prompt": "a", "max_tokens": 9}
     with toy(lambda tokens: mixing_rule(tokens) if alone[0] else ord("z")) as runtime, listening(runtime) as (url, _):
         requests = [Asked("/v1/completions", fields)]
-        load = Load(url, requests, oracle(url, requests), ["none"])
+        load = Load(url, requests, [[one] for one in oracle(url, requests)], ["none"])
         with Client(url, WAIT) as client:
             getattr(load, way)(client, random.Random(0))
             assert not load.tally.wrong
@@ -73,9 +73,30 @@ def test_texts_that_neighbours_change_are_found(monkeypatch: pytest.MonkeyPatch,
     assert "alone" in found["reasons"][0]
 
 
+def test_an_answer_is_that_of_its_build() -> None:
+    def answer(build: str, *texts: str) -> Choices:
+        found = Choices()
+        choices = [{"index": index, "text": text, "finish_reason": "stop"} for index, text in enumerate(texts)]
+        found.add({"system_fingerprint": f"redraft-{build}-1", "choices": choices})
+        return found
+
+    known = [answer("old", "one"), answer("new", "two")]
+    assert answer("old", "one").among(known)
+    assert answer("new", "two").among(known)
+    assert not answer("old", "two").among(known)
+    assert not answer("other", "one").among(known)
+    assert answer("old", "on").begin(known)
+    assert not answer("old", "onto").begin(known)
+    several = [answer("old", "a", "b"), answer("new", "c", "d")]
+    assert answer("old", "a", "d").among(several)
+    assert not answer("old", "a", "a").among(several)
+    assert not answer("old", "a").among(several)
+    assert not answer("old", "a", "b", "c").among(several)
+
+
 def test_errors_are_found(url: str) -> None:
     requests = [Asked("/v1/completions", {"model": "toy", "prompt": "a", "max_tokens": 1})]
-    load = Load(url, requests, oracle(url, requests), ["a method that the server lacks"])
+    load = Load(url, requests, [[one] for one in oracle(url, requests)], ["a method that the server lacks"])
     load.run(2, lambda: load.tally.counts["errors"] >= 3, lambda tally: None)
     found = summary(load.tally, IDLE, "")
     assert not found["ok"]
