@@ -53,4 +53,5 @@ class LengthController(BudgetController):
         request, tree = step.request, step.tree
         if step.plan.kind in (OfferKind.FRESH, OfferKind.UNION, OfferKind.LOOKUP) and len(tree) > 1:
             levels = max(depths_of(tree.parents.tolist()))
-            request.control = self._rule.update(self._average(request), levels, accepted)
+            room = step.plan.limits.budget.depth
+            request.control = self._rule.update(self._average(request), levels, accepted, room)

@@ -39,8 +39,11 @@ class LengthRule:
         """Return γ, the length of the next draft."""
         return ceil(average)
 
-    def update(self, average: float, drafted: int, accepted: int) -> float:
-        """Return the average after a draft of `drafted` levels, of which the first `accepted` were accepted."""
+    def update(self, average: float, drafted: int, accepted: int, room: int) -> float:
+        """Return the average after a draft of `drafted` levels, of which the first `accepted` were accepted.
+
+        room: levels that the draft could have had, whatever its length should be: tokens that are left, rows, a budget.
+        """
         return average
 
     def stop(self, tree: Tree) -> Tree:
@@ -84,7 +87,7 @@ class Heuristic(LengthRule):
     transformers' `heuristic` would continue from the last request.
     """
 
-    def update(self, average: float, drafted: int, accepted: int) -> float:
+    def update(self, average: float, drafted: int, accepted: int, room: int) -> float:
         """Return the next length. A drafter may have drafted less than the last one."""
         return drafted + 2.0 if accepted == drafted else max(1.0, average - 1)
 
@@ -118,6 +121,7 @@ class GammaTune(LengthRule):
 
     If A = γ, then A ← A + δ before the average, as the text of §4.1 says. Eq. 7 and line 2 of Algorithm 1 assign
     A + δ to γ instead, which line 5 overwrites: read literally, the average could never exceed γ, and γ never grow.
+    The paper has no draft that the room cuts short. If such a draft was accepted whole, γ̄ does not fall.
 
     The paper gives no value of eta (η), delta (δ), gamma_min and gamma_max. The defaults are among the best of
     a sweep for SmolLM2 and its student (docs/log.md), with the paper's longest draft as gamma_max.
@@ -142,10 +146,13 @@ class GammaTune(LengthRule):
         """Return γ, which a first length may not move out of its bounds."""
         return min(self.gamma_max, max(self.gamma_min, super().length(average)))
 
-    def update(self, average: float, drafted: int, accepted: int) -> float:
+    def update(self, average: float, drafted: int, accepted: int, room: int) -> float:
+        found = float(accepted)
         if accepted == self.length(average):
-            accepted += self.delta
-        return min(self.gamma_max, max(self.gamma_min, (1 - self.eta) * average + self.eta * accepted))
+            found += self.delta
+        elif accepted == drafted == room:
+            found = max(average, found + self.delta)
+        return min(self.gamma_max, max(self.gamma_min, (1 - self.eta) * average + self.eta * found))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from redraft.runtime import SpeculationParams
 from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import Confidence, GammaTune, GammaTunePlus, LengthRule, Svip
 from redraft.runtime.requests.batch import fit
+from redraft.runtime.trees.offers import StepLimits
 from redraft.types import Budget, Draws, OfferKind
 from tests.runtime.drafts import chain, cut, observe, outcome, plan, planned, sequence
 from tests.runtime.fakes import engine_of, greedy, make_runtime, mixing_rule, plain
@@ -38,6 +39,16 @@ def test_only_fresh_and_looked_up_drafts_change_the_next_length() -> None:
         assert controller.length(seq) == expected
     observe(controller, seq, plan(OfferKind.LOOKUP), chain(), outcome(chain(), 0))  # nothing was drafted
     assert (controller.length(seq), controller.length(other)) == (5, 4)
+
+
+def test_a_draft_that_the_room_cut_short_is_no_rejection() -> None:
+    """With three tokens to go, a draft has two: both were accepted."""
+    controller, seq = LengthController(GammaTune(gamma=6, eta=0.5, delta=2)), sequence(limit=4)
+    limits = StepLimits(fit(controller.budget(seq), seq, 100))
+    assert limits.budget.depth == 2
+    taken, tree = replace(planned(controller, seq), limits=limits), chain(0.9, 0.9)
+    observe(controller, seq, taken, tree, outcome(tree, 2))
+    assert controller.length(seq) == 6
 
 
 def test_what_follows_an_uncertain_token_is_not_verified() -> None:

@@ -21,12 +21,14 @@ from redraft.runtime.controllers.rules import (
 from redraft.runtime.trees.tree import make_tree
 from tests.runtime.drafts import chain
 
+ROOM = 99
+
 
 def lengths(rule: LengthRule, accepted: Sequence[int | None]) -> list[int]:
     """Return γ of each draft, and of the one after the last. None accepts the whole draft."""
     average, found = float(rule.gamma), [rule.length(rule.gamma)]
     for count in accepted:
-        average = rule.update(average, found[-1], found[-1] if count is None else count)
+        average = rule.update(average, found[-1], found[-1] if count is None else count, ROOM)
         found.append(rule.length(average))
     return found
 
@@ -40,7 +42,7 @@ def test_gammatune_worked_by_hand() -> None:
     """
     rule = GammaTune(gamma=4, eta=0.5, delta=2)
     assert lengths(rule, [4, 2, 4, 0, 1]) == [4, 5, 4, 5, 3, 2]
-    assert rule.update(3.5, 4, 4) == 4.75
+    assert rule.update(3.5, 4, 4, ROOM) == 4.75
 
 
 def test_gammatune_grows_while_all_is_accepted_up_to_its_maximum() -> None:
@@ -57,7 +59,16 @@ def test_gammatune_shrinks_to_its_minimum() -> None:
 
 def test_a_draft_that_ended_before_its_length_does_not_count_as_whole() -> None:
     """All three of its tokens were accepted, but γ = 5."""
-    assert GammaTune(gamma=5, eta=0.5, delta=2).update(5.0, 3, 3) == 4.0
+    assert GammaTune(gamma=5, eta=0.5, delta=2).update(5.0, 3, 3, ROOM) == 4.0
+
+
+def test_a_draft_that_the_room_cut_short_is_no_rejection() -> None:
+    """γ = 8 with room for two: two accepted ones say nothing of a third, and do not lower γ̄. One accepted one does."""
+    rule = GammaTune(gamma=8, eta=0.5, delta=2)
+    assert rule.update(8.0, 2, 2, 2) == 8.0
+    assert rule.update(8.0, 2, 1, 2) == 4.5
+    assert rule.update(3.5, 3, 3, 3) == 4.25  # A = 3 + 2 is above the average
+    assert rule.update(8.0, 2, 2, ROOM) == 5.0  # the drafter ended it
 
 
 # --- the other rules -------------------------------------------------------------------------------------------------
@@ -72,9 +83,9 @@ def test_the_heuristic_grows_from_what_was_drafted() -> None:
     """A drafter may draft less than it is asked for."""
     average = 5.0
     for _ in range(9):
-        average = Heuristic().update(average, 3, 3)
+        average = Heuristic().update(average, 3, 3, ROOM)
     assert average == 5.0
-    assert Heuristic().update(average, 3, 1) == 4.0
+    assert Heuristic().update(average, 3, 1, ROOM) == 4.0
 
 
 def test_a_first_length_outside_gammatunes_bounds_is_moved_into_them() -> None:
