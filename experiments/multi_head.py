@@ -84,7 +84,7 @@ class JointObjective(nn.Module):
             layer.load_state_dict(last)
         self.drafter.norm = self.model.model.norm  # type: ignore[assignment]
 
-    def prepare(self, step: int) -> bool:
+    def prepare(self, step: int, steps: int) -> bool:
         """Return False: the parameters never change."""
         return False
 

@@ -107,7 +107,7 @@ class Distillation(nn.Module, ABC):
         """The drafter's own parameters."""
         return self.drafter.named_parameters(*args, **kwargs)
 
-    def prepare(self, step: int) -> bool:
+    def prepare(self, step: int, steps: int) -> bool:
         """Return False: the parameters never change."""
         return False
 

@@ -104,6 +104,11 @@ class DrafterRecipe(Recipe):
     texts: PositiveInt = 16
     answers: Answers = "all"
 
+    def course(self, step: int) -> tuple[float, ...]:
+        """Return the values that `step` takes from the adjustable fields."""
+        passes = getattr(self.drafter, "passes_at", None)
+        return super().course(step) if passes is None else (*super().course(step), passes(step, self.steps))
+
     def stream_weights(self) -> dict[str, float]:
         """Return weights of the streams that batches are drawn from: `kind`, `kind.greedy` and `kind.sampled`."""
         return {

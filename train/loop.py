@@ -39,8 +39,8 @@ class Objective(Protocol):
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> object:
         """Load the result of `state_dict`."""
 
-    def prepare(self, step: int) -> bool:
-        """Prepare the next step. Returns True if the parameters are new, so that new optimisers are needed."""
+    def prepare(self, step: int, steps: int) -> bool:
+        """Prepare the next step of so many. Returns True if the parameters are new, so that new optimisers are needed."""
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a scalar loss, and metrics in nats a token (a kind's name, `mtp` …) to report.
@@ -82,13 +82,13 @@ def train(  # noqa: PLR0913 - the parts of a training run
     if resume:
         first, spent, optimizers = _resume(objective, recipe, out, identity)
     else:
-        objective.prepare(0)
+        objective.prepare(0, recipe.steps)
         optimizers = optimizers_for(objective.named_parameters(), recipe, objective.modules())
 
     for step in range(first, recipe.steps):
         batch = plan.batch(step, recipe)  # not timed: it may compute states that other runs read
         started = time.perf_counter()
-        if objective.prepare(step):
+        if objective.prepare(step, recipe.steps):
             optimizers = optimizers_for(objective.named_parameters(), recipe, objective.modules())
         loss, metrics = _update(objective, optimizers, batch, recipe, step, out)
         done, seconds = step + 1, time.perf_counter() - started
@@ -138,7 +138,7 @@ def _resume(objective: Objective, recipe: Recipe, out: Path, identity: str) -> t
         raise TrainingError(f"the checkpoint in {out} was trained on other data", "give the same texts as before")
     step = int(state["step"])
     _check_same_course(type(recipe).from_dict(state["recipe"], str(out)), recipe, step, out)
-    objective.prepare(step - 1)  # the saved shape
+    objective.prepare(step - 1, recipe.steps)  # the saved shape
     objective.load_state_dict(state["objective"])
     optimizers = optimizers_for(objective.named_parameters(), recipe, objective.modules())
     optimizers.load_state_dict(state["optimizers"])

@@ -9,8 +9,10 @@ verifier's embedding and M its head:
 A draft feeds R_{t+1} back in place of F_{t+1}, with a drafted token. Methods differ in four choices of `FeatureConfig`:
 
 fusion      `linear`        W [F ; E(x)] + b. EAGLE; HASS.
-            `gated`         linear + D (σ(G E(x)) ⊙ U F): the token selects from the feature in a wide space. FSPAD (Gui
-                            et al. 2024, arXiv 2408.15562), whose text names no formula.
+            `gated_fused`   h = W [F ; E(x)] + b, D (σ(G E(x)) ⊙ U N(h)) + h: the token samples from both in a wide
+                            space. FSPAD (Gui et al. 2024, arXiv 2408.15562); its text names no formula, its authors'
+                            program has this one.
+            `gated`         the same with F in place of N(h). redraft's earlier reading of FSPAD.
             `token_guided`  h = W [F ; E(x)] + b, z = U [N(h) ; N(E(x))] + b', D σ(z) + b'' + h. GRIFFIN (Hu et al.),
                             equations 5 to 7. `guides` names the inputs of U; without h among them, the last sum
                             has no h either.
@@ -18,7 +20,9 @@ fusion      `linear`        W [F ; E(x)] + b. EAGLE; HASS.
             `attention`     no fusion: the layer's attention reads [N(E(x)) ; N(F)], and F is its residual. EAGLE-3
                             (Li et al. 2025), section 3.1.
 outputs     `one`           P = R, the layer's output. EAGLE; HASS.
-            `two`           P and R are two linear maps of it. FSPAD; GRIFFIN's token-enhanced head.
+            `doubled`       SwiGLU has two outputs of n, each with the residual: P and R. FSPAD; GRIFFIN's token-enhanced
+                            head (section 4.2), as the programs of their authors have it.
+            `two`           P and R are two linear maps of the layer's output. redraft's earlier reading of both.
             `normed`        P is the norm of R: the head reads a norm, the next step does not. EAGLE-3.
             `normed_back`   P = R is that norm. EAGLE-3.1's feedback.
 features    one of the verifier's hidden states, or several that a product maps to one, with a norm of each if
@@ -41,9 +45,9 @@ from redraft.errors import CheckpointError
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
 from redraft.names import LAST_HIDDEN_STATE
 
-Fusion = Literal["linear", "gated", "token_guided", "token_guided_narrow", "attention"]
+Fusion = Literal["linear", "gated_fused", "gated", "token_guided", "token_guided_narrow", "attention"]
 Guide = Literal["fused", "token", "feature"]
-Outputs = Literal["one", "two", "normed", "normed_back"]
+Outputs = Literal["one", "doubled", "two", "normed", "normed_back"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,10 @@ class FeatureDrafter(nn.Module):
         self.features = nn.Linear(config.feature_size, n, bias=False) if several else None
         self.fusion = _FUSIONS[config.fusion](config)
         beside = config.fusion == "attention"
-        self.layer = DrafterLayer(config, 2 * n if beside else n, config.input_norm and not beside)
-        two = config.outputs == "two"
+        doubled, two = config.outputs == "doubled", config.outputs == "two"
+        self.layer = DrafterLayer(
+            config, 2 * n if beside else n, config.input_norm and not beside, outputs=2 if doubled else 1
+        )  # fmt: skip
         self.predict = nn.Linear(n, n, bias=False) if two else None
         self.regress = nn.Linear(n, n, bias=False) if two else None
         self.norm = _norm(config) if config.outputs.startswith("normed") else None
@@ -142,6 +148,9 @@ class FeatureDrafter(nn.Module):
         """
         read, residual = self.fusion(rows, embeddings)
         out = self.layer(read, positions, attend, keep, residual)
+        if self.layer.outputs == 2:
+            n = self.config.hidden_size
+            return Predicted(out[..., :n], out[..., n:])
         if self.predict is not None and self.regress is not None:
             return Predicted(self.predict(out), self.regress(out))
         if self.norm is None:
@@ -168,13 +177,16 @@ class _Gated(_Linear):
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__(config)
         n, wide = config.hidden_size, config.fusion_size or config.intermediate_size
+        self.norm = _norm(config) if config.fusion == "gated_fused" else None
         self.gate = nn.Linear(n, wide, bias=False)
         self.up = nn.Linear(n, wide, bias=False)
         self.down = nn.Linear(wide, n, bias=False)
 
     def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
         fused, _ = super().forward(rows, embeddings)
-        fused = fused + self.down(F.silu(self.gate(embeddings)) * self.up(rows))
+        fused = fused + self.down(
+            F.silu(self.gate(embeddings)) * self.up(rows if self.norm is None else self.norm(fused))
+        )
         return fused, fused
 
 
@@ -213,6 +225,6 @@ class _Beside(nn.Module):
 
 
 _FUSIONS = {
-    "linear": _Linear, "gated": _Gated, "token_guided": _TokenGuided, "token_guided_narrow": _TokenGuided,
-    "attention": _Beside,
+    "linear": _Linear, "gated_fused": _Gated, "gated": _Gated, "token_guided": _TokenGuided,
+    "token_guided_narrow": _TokenGuided, "attention": _Beside,
 }  # fmt: skip

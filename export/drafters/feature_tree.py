@@ -80,7 +80,8 @@ EXPORTER = FeatureTreeExporter
 
 def _kind(config: FeatureConfig) -> str:
     """Return what tells drafters of one method from those of another."""
-    return f"a fusion {config.fusion!r} and {'two outputs' if config.outputs == 'two' else 'one output'}"
+    fusion = "gated" if config.fusion == "gated_fused" else config.fusion
+    return f"a fusion {fusion!r} and {'two outputs' if config.outputs in ('two', 'doubled') else 'one output'}"
 
 
 class _Draft(DraftGraph[FeatureDrafter]):

@@ -153,13 +153,14 @@ class DrafterLayer(nn.Module):
 
     inputs: numbers of a row that attention reads; 0 is n. The residual x then has its own value.
     input_norm: False if attention reads the rows as they are.
+    outputs: rows of n that SwiGLU returns side by side, each added to a copy of its residual.
     """
 
-    def __init__(self, config: LayerConfig, inputs: int = 0, input_norm: bool = True) -> None:
+    def __init__(self, config: LayerConfig, inputs: int = 0, input_norm: bool = True, outputs: int = 1) -> None:
         super().__init__()
         n, width = config.hidden_size, config.heads * config.head_dim
         kv_width, inputs = config.kv_heads * config.head_dim, inputs or config.hidden_size
-        self.config = config
+        self.config, self.outputs = config, outputs
         self.input_norm = nn.RMSNorm(inputs, eps=config.rms_norm_eps) if input_norm else None
         self.q_proj = nn.Linear(inputs, width, bias=False)
         self.k_proj = nn.Linear(inputs, kv_width, bias=False)
@@ -168,7 +169,7 @@ class DrafterLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(n, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(n, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, n, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, outputs * n, bias=False)
         self.rotary = Rotary(config)
 
     def forward(
@@ -190,8 +191,12 @@ class DrafterLayer(nn.Module):
         return self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)
 
     def write(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the output of rows from their residual [B, R, n] and what they attended to, [B, R, Hq * D]."""
+        """Return the output of rows from their residual [B, R, n] and what they attended to, [B, R, Hq * D].
+
+        It is [B, R, outputs * n].
+        """
         x = residual + self.o_proj(attended)
         normed = self.mlp_norm(x)
-        out: torch.Tensor = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        copies = torch.cat([x] * self.outputs, dim=-1) if self.outputs > 1 else x
+        out: torch.Tensor = copies + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return out

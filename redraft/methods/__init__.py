@@ -127,8 +127,8 @@ ROWS = {
         "Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test, "
         "section 3",
         values={"hidden_states": ("0", "1", "last")},
-        form={"fusion": "attention", "outputs": "normed"},
-        loss={"passes": 5, "step_weight": 0.8, "feature_loss": "none", "features": 0.0, "soft": 1.0},
+        form={"fusion": "attention", "outputs": "normed", "own_head": True},
+        loss={"passes": 4, "step_weight": 0.8, "feature_loss": "none", "features": 0.0, "soft": 1.0},
         states="low_middle_high",
     ),
     "hass": Row(
@@ -136,22 +136,31 @@ ROWS = {
         "HASS: EAGLE-2 with a drafter that was trained on its own features.",
         "Zhang et al. 2024, Learning Harmonized Representations for Speculative Sampling (arXiv 2408.15766)",
         form={"input_norm": False},
-        loss={"passes": 3, "top": 10, "top_weight": 1.0},
+        loss={"passes": 3, "top": 10, "top_weight": 1.0, "noise": 0.1, "detach": True},
     ),
     "fspad": Row(
         "feature_tree",
         "FSPAD: the token samples the feature; token and feature have their own outputs.",
         "Gui et al. 2024, Boosting Lossless Speculative Decoding via Feature Sampling and Partial Alignment "
         "Distillation (arXiv 2408.15562)",
-        form={"fusion": "gated", "outputs": "two", "input_norm": False},
+        form={"fusion": "gated_fused", "outputs": "doubled", "input_norm": False},
         loss={"noise": 0.1},
     ),
     "griffin": Row(
         "feature_tree",
         "GRIFFIN: tokens guide the fusion, and training counts aligned tokens alone.",
         "Hu et al. 2025, GRIFFIN: Effective Token Alignment for Faster Speculative Decoding, section 4",
-        form={"fusion": "token_guided", "outputs": "two", "input_norm": False},
-        loss={"passes": 3, "feature_loss": "l1", "aligned": 3},
+        form={"fusion": "token_guided", "outputs": "doubled", "input_norm": False},
+        loss={
+            "passes": 3,
+            "growing": True,
+            "top": 10,
+            "top_weight": 0.5,
+            "aligned": 3,
+            "masks": "earlier",
+            "noise": 0.1,
+            "detach": True,
+        },
     ),
     "medusa": Row(
         "medusa",

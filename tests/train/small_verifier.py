@@ -126,7 +126,7 @@ class VerifierObjective(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02 if "embed_tokens" in name else parameter.shape[1] ** -0.5)
 
-    def prepare(self, step: int) -> bool:
+    def prepare(self, step: int, steps: int) -> bool:
         """Grow the model if `step` needs more layers than it has."""
         wanted = self._recipe.layers(step)
         if wanted == len(self.model.model.layers):
@@ -229,7 +229,7 @@ def load_run(run: Path) -> tuple[VerifierObjective, VerifierRecipe]:
     state = load_checkpoint(run)
     recipe = VerifierRecipe.from_dict(state["recipe"], str(run))
     objective = VerifierObjective(recipe)
-    objective.prepare(int(state["step"]) - 1)
+    objective.prepare(int(state["step"]) - 1, recipe.steps)
     objective.load_state_dict(state["objective"])
     return objective.eval(), recipe
 
@@ -241,7 +241,7 @@ def publish(run: Path, out: Path) -> None:
     in config.json names the file.
     """
     objective, recipe = load_run(run)
-    objective.prepare(recipe.steps)  # publish the full depth even if the run has not grown yet
+    objective.prepare(recipe.steps, recipe.steps)  # publish the full depth even if the run has not grown yet
     out.mkdir(parents=True, exist_ok=True)
     save_verifier(objective.model, out, {MTP_KEY: {"file": MTP_FILE, "depth": 1}})
     tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in objective.mtp.state_dict().items()}

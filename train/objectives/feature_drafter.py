@@ -6,9 +6,10 @@ All positions of a text start a draft, so the features of pass i are those that 
 
 - EAGLE (Li et al. 2024, section 4.2): one pass with noise on the features, smooth ℓ1 of features and CE of tokens.
 - HASS (Zhang et al. 2024, section 3): several passes, and a CE of the verifier's K likeliest tokens alone.
-- EAGLE-3 (Li et al. 2025, section 3.1): several passes ("training-time test") without a loss of features.
-- GRIFFIN (Hu et al. 2025, equations 2 to 4): several passes, whose pass n counts a token only if the text's token was
-  among the k likeliest of this pass and of all passes before it in the same draft.
+- EAGLE-3 (Li et al. 2025, section 3.1): several passes ("training-time test") without a loss of features, and a head of
+  its own.
+- GRIFFIN (Hu et al. 2025, section 4.1): training with one pass, then with two, then with three. A pass counts a token
+  only if the text's token was among the k likeliest of the passes before (equations 2 and 3; `masks`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from redraft.train.states import TOP_LOGITS, States
 MEASURED = 5
 """Least depth at which acceptance is measured."""
 FeatureLoss = Literal["smooth_l1", "l1", "none"]
+Masks = Literal["printed", "earlier"]
 _DISTANCES = {"smooth_l1": F.smooth_l1_loss, "l1": F.l1_loss}
 
 
@@ -41,20 +43,28 @@ class FeatureTable(LayerTable):
 
     passes:   N.   step_weight: a pass weighs this times the pass before.   detach: True if no gradient goes from a pass
               to the one before.
+    growing:  True to begin with one pass and add one after each N-th part of the steps; `top_weight` counts from the
+              second one on (GRIFFIN).
     feature_loss, features: the distance of features, its mean over a feature's numbers, and its weight.
     soft, hard, greedy: weights of the CE with the verifier's distribution, with the text's token, and with the
               verifier's likeliest token.
     top, top_weight: number and weight of the verifier's likeliest tokens that count once more (HASS).
-    aligned:  k of GRIFFIN's masks; 0 counts all tokens.   own_mask: True if a pass drops tokens by its own mask too
-              (equation 3), False if only by those of the passes before, as its authors' program does.
+    aligned:  k of GRIFFIN's masks; 0 counts all tokens.
+    masks:    which tokens a pass drops. `printed` (equations 2 and 3): those that it, or a pass before it in the same
+              draft, has not among its k likeliest. `earlier`: those that passes before it missed, as its authors'
+              program has it: pass 1 drops none, and pass n + 1 of a draft drops what pass n dropped, and its token
+              if pass n of the draft that starts one position later missed the same token.
     noise:    features get a uniform number from -noise to noise each.
+    head:     `own` if the drafter has a head of its own, `verifier` if it has the frozen rows of the verifier's; empty
+              for what the method has.
     init:     `features` begins with the products of the verifier's last layer, outputs that add nothing to their
-              inputs, and a projection fitted to the next feature.
+              inputs, a projection fitted to the next feature, and the verifier's head in place of its own.
     """
 
     passes: int = 1
     step_weight: float = 1.0
     detach: bool = False
+    growing: bool = False
     feature_loss: FeatureLoss = "smooth_l1"
     features: float = 1.0
     soft: float = 0.1
@@ -63,12 +73,13 @@ class FeatureTable(LayerTable):
     top: int = 0
     top_weight: float = 0.0
     aligned: int = 0
-    own_mask: bool = True
+    masks: Masks = "printed"
     noise: float = 0.0
     fusion_size: int = 0
     fusion: Literal["", Fusion] = ""
     outputs: Literal["", Outputs] = ""
     guides: tuple[Guide, ...] = ("fused", "token")
+    head: Literal["", "own", "verifier"] = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.passes <= 16:
@@ -82,6 +93,10 @@ class FeatureTable(LayerTable):
             raise UsageError(f"drafter.top, aligned and fusion_size must be 0 or more, top at most {TOP_LOGITS}")
         if not self.soft + self.hard + self.greedy + self.top * self.top_weight > 0:
             raise UsageError("drafter: no loss of tokens", "set soft, hard, greedy, or top and top_weight")
+
+    def passes_at(self, step: int, steps: int) -> int:
+        """Return the passes of a step of so many."""
+        return 1 + min(step, steps - 1) * self.passes // steps if self.growing else self.passes
 
 
 class FeatureObjective(DepthDistillation):
@@ -101,11 +116,26 @@ class FeatureObjective(DepthDistillation):
                 "set drafter.feature_loss = 'none'",
             )
         self.shares = ("hit", "aligned") if table.aligned else ("hit",)
+        self._passes_now = table.passes
+        own = self.drafter.head
+        if own is not None and table.init == "features":
+            own.weight.data.copy_(self._head[0])
 
     @staticmethod
     def lookahead_of(config: FeatureConfig, table: FeatureTable) -> int:
         """Return the number of passes, and as many as acceptance is measured at."""
         return max(table.passes, MEASURED)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The rows of the head for the draft vocabulary, [H, n]: the drafter's own, or the verifier's."""
+        own = self.drafter.head
+        return super().head if own is None else own.weight.to(super().head.dtype)
+
+    def prepare(self, step: int, steps: int) -> bool:
+        """Set the number of passes. Returns False: the parameters never change."""
+        self._passes_now = self.table.passes_at(step, steps)
+        return False
 
     def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield the logits of every pass of every draft, [B, S, H] each."""
@@ -120,22 +150,26 @@ class FeatureObjective(DepthDistillation):
         """
         settings = self.table
         losses, metrics = [], []
+        printed = settings.masks == "printed"
         counts = batch.starts >= 0  # of which all tokens counted so far, [B, S]
-        for step, predicted in enumerate(self._passes(batch, states, settings.passes, settings.noise)):
+        for step, predicted in enumerate(self._passes(batch, states, self._passes_now, settings.noise)):
             places, real = batch.places(step + 1)
-            counts = counts & real
-            found, targets = self._tokens(batch, states, predicted.token, places, counts)
+            rows = counts & real if printed else real  # the masks of other drafts need all of them
+            before = counts[rows]
+            found, targets = self._tokens(batch, states, predicted.token, places, rows, before)
             aligned = found.aligned
-            counted = aligned if settings.own_mask else torch.ones_like(aligned)
+            counted = aligned if printed else before
             number = counted.sum()
             total = number.clamp(min=1)
-            distance = self._distance(predicted.feature[counts], gather_places(states.last, places)[counts])[counted]
+            distance = self._distance(predicted.feature[rows], gather_places(states.last, places)[rows])[counted]
             losses.append((found.loss + settings.features * distance.sum()) / total)
-            seen = counts.sum().clamp(min=1)
+            seen = before.sum().clamp(min=1)
             ce, hits = targets.cross_entropy(found), targets.hits(found)
-            shares_seen = (ce.sum() / seen, hits.sum() / seen, aligned.sum() / seen)
+            shares_seen = [(values * before).sum() / seen for values in (ce, hits, aligned)]
             metrics.append(torch.stack([distance.sum() / total, *shares_seen, number]).detach())
-            counts = counts.masked_scatter(counts, aligned)
+            if settings.aligned:
+                hit = torch.zeros_like(rows).masked_scatter(rows, aligned)
+                counts = counts & (hit if printed else F.pad(hit[:, 1:], (0, 1)))
         named = ("features", "ce", "hit", "aligned", "number")
         return torch.stack(losses), dict(zip(named, torch.stack(metrics, 1), strict=True))
 
@@ -166,17 +200,22 @@ class FeatureObjective(DepthDistillation):
             yield predicted
 
     def _tokens(
-        self, batch: Batch, states: States, hidden: torch.Tensor, places: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[LinearLoss, Targets]:
-        """Return the loss of the M tokens of a pass that may count, and their targets."""
+        self, batch: Batch, states: States, hidden: torch.Tensor, places: torch.Tensor, rows: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> tuple[LinearLoss, Targets]:  # fmt: skip
+        """Return the loss of the M tokens `rows` [B, S] of a pass, and their targets.   counts: of these, bool [M]."""
         settings = self.table
-        targets = self.targets(batch, states, places, counts, settings.soft, settings.hard, settings.greedy)
-        targets.weights[:, : settings.top] += settings.top_weight * targets.shares[:, : settings.top]
-        alignment = Alignment(targets.truth, settings.aligned, settings.own_mask) if settings.aligned else None
-        found = linear_cross_entropy(
-            self.scaled(hidden[counts]), self.head, None, None, targets.columns, targets.weights, alignment
-        )
-        return found, targets
+        targets = self.targets(batch, states, places, rows, settings.soft, settings.hard, settings.greedy)
+        if self._passes_now > 1 or not settings.growing:
+            targets.weights[:, : settings.top] += settings.top_weight * targets.shares[:, : settings.top]
+        targets.weights.mul_(counts[:, None])
+        alone = settings.masks == "printed"
+        alignment = Alignment(targets.truth, settings.aligned, alone) if settings.aligned else None
+        read, head = self.scaled(hidden[rows]), self.head
+        frozen: tuple[Any, ...] = (read, head, None, None)
+        if self.drafter.head is not None:
+            frozen = (read[:, :0].detach(), head[:, :0].detach(), read, head)
+        return linear_cross_entropy(*frozen, targets.columns, targets.weights, alignment), targets
 
     def _distance(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the distance of each of M features, the mean over its numbers, [M]."""

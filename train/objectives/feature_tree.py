@@ -102,7 +102,9 @@ class FeatureTraining(Training):
 
     def configuration(self, table: FeatureTable, verifier: VerifierModel) -> FeatureConfig:
         """Return the drafter's configuration. Sizes of 0 in the table become the verifier's."""
-        chosen = {name: value for name in ("fusion", "outputs") if (value := getattr(table, name))}
+        chosen: dict[str, Any] = {name: value for name in ("fusion", "outputs") if (value := getattr(table, name))}
+        if table.head:
+            chosen["own_head"] = table.head == "own"
         states = low_middle_high(verifier.layers) if self.row.states == "low_middle_high" else (LAST_HIDDEN_STATE,)
         return with_sizes(
             FeatureConfig, verifier.config, verifier.vocab_size, **table.sizes, fusion_size=table.fusion_size,

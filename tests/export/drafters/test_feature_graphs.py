@@ -15,6 +15,7 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
 from redraft.export.drafters.feature_tree import FeatureTreeExporter
+from redraft.export.drafters.layer import DrafterLayer
 from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
 from redraft.export.drafters.writing import Target
 from redraft.methods import ROWS, find_method
@@ -64,7 +65,7 @@ def build(**options: Any) -> FeatureTreeBuild:
 CASES = {
     "linear": Case(form("linear", "one", input_norm=False), build(), static=True),
     "gated": Case(
-        form("gated", "two", draft_vocab_size=9, input_norm=False),
+        form("gated_fused", "doubled", draft_vocab_size=9, input_norm=False),
         build(steps=2, nodes=8, draft_vocabulary=7),
         drafted=7,
     ),
@@ -139,6 +140,15 @@ def test_a_draft_is_the_tree_of_the_modules_paths(
     check_drafts(made, program(made, form, len(samplings)), samplings, expected_of(made, config, little_verifier))
 
 
+def _half(layer: DrafterLayer, rows: slice) -> DrafterLayer:
+    """A layer with one output: these rows of the one with two."""
+    one = DrafterLayer(layer.config, layer.q_proj.in_features, layer.input_norm is not None)
+    state = layer.state_dict()
+    one.load_state_dict({**state, "down_proj.weight": state["down_proj.weight"][rows]})
+    return one
+
+
+HALVES = (lambda layer: _half(layer, slice(HIDDEN)), lambda layer: _half(layer, slice(HIDDEN, None)))
 GUIDES: tuple[tuple[Guide, ...], ...] = (("fused", "feature"), ("fused", "fused"), ("fused",), ("token",))
 
 
@@ -146,7 +156,7 @@ GUIDES: tuple[tuple[Guide, ...], ...] = (("fused", "feature"), ("fused", "fused"
     ("fusion", "outputs", "guides"),
     [
         *((fusion, outputs, ("fused", "token")) for fusion in get_args(Fusion) for outputs in get_args(Outputs)),
-        *((fusion, "two", guides) for fusion in ("token_guided", "token_guided_narrow") for guides in GUIDES),
+        *((fusion, "doubled", guides) for fusion in ("token_guided", "token_guided_narrow") for guides in GUIDES),
     ],
 )
 def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs, guides: tuple[Guide, ...]) -> None:
@@ -169,8 +179,9 @@ def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs, guides
         read = torch.zeros_like(rows)
         if "fused" in guides:
             read = torch.cat([rows, embeddings], dim=-1) @ w["fusion.projection.weight"].T + w["fusion.projection.bias"]
-        if fusion == "gated":
-            gate, up = silu(embeddings @ w["fusion.gate.weight"].T), rows @ w["fusion.up.weight"].T
+        if fusion.startswith("gated"):
+            sampled = norm(read, w["fusion.norm.weight"]) if fusion == "gated_fused" else rows
+            gate, up = silu(embeddings @ w["fusion.gate.weight"].T), sampled @ w["fusion.up.weight"].T
             read = read + (gate * up) @ w["fusion.down.weight"].T
         if fusion.startswith("token_guided"):
             inputs = {"fused": read, "token": embeddings, "feature": rows}
@@ -181,6 +192,7 @@ def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs, guides
     positions = torch.arange(5)[None]
     out = module.layer(read, positions, causal, residual=residual)
     expected = {
+        "doubled": lambda: [half(module.layer)(read, positions, causal, residual=residual) for half in HALVES],
         "one": lambda: (out, out),
         "two": lambda: (out @ w["predict.weight"].T, out @ w["regress.weight"].T),
         "normed": lambda: (norm(out, w["norm.weight"]), out),

@@ -64,30 +64,40 @@ def loop(objective, batch):
     table, some = objective.table, objective.vocabulary.tokens
     names = {*objective.drafter.config.hidden_states, "last"}
     hidden, logits = run_verifier(objective.verifier, batch.tokens, tuple(names))
-    head = objective.verifier.get_output_embeddings().weight
+    own = objective.drafter.head
+    head = objective.verifier.get_output_embeddings().weight[some] if own is None else own.weight
     sums, totals = torch.zeros(table.passes), torch.zeros(table.passes)
     seen, counted = [0] * table.passes, [0] * table.passes
     distances = {"smooth_l1": F.smooth_l1_loss, "l1": F.l1_loss, "none": lambda a, b: torch.zeros(())}
     for row, end in enumerate(batch.ends.tolist()):
-        own, tokens = {name: state[row] for name, state in hidden.items()}, batch.tokens[row]
-        for start in [start for start in batch.starts[row].tolist() if start >= 0]:
-            steps = min(table.passes, end - 1 - start)
-            for step, (token, feature) in enumerate(one_draft(objective, own, tokens, start, steps)):
+        states, tokens = {name: state[row] for name, state in hidden.items()}, batch.tokens[row]
+        starts = [start for start in batch.starts[row].tolist() if start >= 0]
+        drafts = {
+            start: one_draft(objective, states, tokens, start, min(table.passes, end - 1 - start)) for start in starts
+        }
+
+        def is_aligned(start, step, drafts=drafts, tokens=tokens):
+            """True if the draft from `start` has the text's token among the likeliest of this pass, from 0."""
+            found = (head @ drafts[start][step][0]).topk(table.aligned).indices if table.aligned else None
+            return found is None or int(tokens[start + step + 2]) in some[found]
+
+        for start in starts:
+            for step, (token, feature) in enumerate(drafts[start]):
                 place = start + step + 1
+                found, truth = head @ token, int(tokens[place + 1])
+                aligned = is_aligned(start, step)
+                if table.masks == "earlier" and step and not (start + 1 in drafts and is_aligned(start + 1, step - 1)):
+                    break  # the same token, one pass before
                 seen[step] += 1
-                found, truth = head[some] @ token, int(tokens[place + 1])
-                aligned = not table.aligned or truth in some[found.topk(table.aligned).indices]
-                if table.own_mask and not aligned:
+                if table.masks == "printed" and not aligned:
                     break  # the rest of the draft is masked too
                 counted[step] += aligned
                 weights = (table.soft, table.hard, table.greedy, table.top, table.top_weight)
                 loss = token_loss(found, logits[row, place], truth, some, *weights)
                 sums[step] = (
-                    sums[step] + loss + table.features * distances[table.feature_loss](feature, own["last"][place])
+                    sums[step] + loss + table.features * distances[table.feature_loss](feature, states["last"][place])
                 )
                 totals[step] += 1
-                if not aligned:
-                    break
     passes = [step for step in range(table.passes) if totals[step]]
     weights = [table.step_weight**step for step in passes]
     means = [sums[step] / totals[step] for step in passes]
@@ -104,17 +114,22 @@ MASKS = dict(step_weight=0.5, feature_loss="l1", hard=0.1, aligned=120)
         (
             150,
             dict(feature_loss="l1", hard=0.4, greedy=0.2, top=5, top_weight=0.6),
-            {"fusion": "gated", "outputs": "two"},
+            {"fusion": "gated_fused", "outputs": "doubled"},
         ),
         (VOCABULARY, MASKS, {"fusion": "token_guided", "outputs": "two", "input_norm": False}),
         (150, MASKS, {"outputs": "normed_back"}),
-        (VOCABULARY, MASKS | {"own_mask": False}, {}),
+        (VOCABULARY, MASKS | {"masks": "earlier"}, {"fusion": "token_guided", "outputs": "doubled"}),
+        (150, MASKS | {"masks": "earlier"}, {"fusion": "gated", "outputs": "two"}),
         (
             VOCABULARY,
             dict(soft=1.0),
             {"fusion": "attention", "outputs": "normed_back", "hidden_states": ("last", "0"), "feature_norms": True},
         ),
-        (150, dict(step_weight=0.8, feature_loss="none", soft=1.0), NORMED | {"hidden_states": ("last", "0", "1")}),
+        (
+            150,
+            dict(step_weight=0.8, feature_loss="none", soft=1.0),
+            NORMED | {"hidden_states": ("last", "0", "1"), "own_head": True},
+        ),
     ],
 )
 def test_the_loss_and_its_gradient_equal_a_loop_over_drafts_and_passes(verifier, batch, size, loss, form):
@@ -129,6 +144,47 @@ def test_the_loss_and_its_gradient_equal_a_loop_over_drafts_and_passes(verifier,
     assert [metrics[f"aligned {step}"] for step in (1, 2, 3)] == pytest.approx(shares, abs=1e-6)
     assert 0 < counted[1] < seen[1] < seen[0]
     assert counted[0] < seen[0]
+
+
+def test_training_that_grows_has_a_pass_more_in_each_part_of_the_steps(verifier, batch):
+    """One pass without masks and without the likeliest tokens' weight, then two, then three."""
+    table = FeatureTable(passes=3, growing=True, aligned=20, masks="earlier", top=5, top_weight=0.5)
+    assert [table.passes_at(step, 10) for step in range(10)] == [1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    objective = objective_of(verifier, table)
+    states, found = objective.states(batch), []
+    for step in (0, 4, 7):
+        assert not objective.prepare(step, 10)
+        found.append(objective.losses(batch, states)[0].tolist())
+    assert [len(losses) for losses in found] == [1, 2, 3]
+    (alone,) = objective_of(verifier, FeatureTable()).losses(batch, states)[0].tolist()
+    assert found[0][0] == pytest.approx(alone)
+    whole = objective_of(verifier, replace(table, growing=False)).losses(batch, states)[0].tolist()
+    assert found[2] == pytest.approx(whole)
+    assert found[0][0] < found[1][0] == pytest.approx(whole[0])
+
+
+def test_another_number_of_steps_changes_the_course_of_training_that_grows():
+    recipe = find_training("griffin").recipe.load("features-tiny")
+    longer = replace(recipe, steps=2 * recipe.steps)
+    early = recipe.steps // 3 + 1
+    assert recipe.course(early) != longer.course(early)
+    fixed = [find_training("hass").recipe.load("features-tiny").with_options(steps, None) for steps in (160, 320)]
+    assert fixed[0].course(20) == fixed[1].course(20)
+
+
+def test_a_head_of_its_own_begins_as_the_verifiers_and_learns(verifier, batch):
+    method = find_training("eagle3")
+    for table, own in ((method.recipe().drafter, True), (replace(method.recipe().drafter, head="verifier"), False)):
+        shape = replace(method.configuration(replace(table, draft_vocabulary=150), verifier))
+        assert shape.own_head is own
+        vocabulary = DraftColumns(some_tokens(VOCABULARY, 150), VOCABULARY)
+        objective = FeatureObjective(verifier.model, shape, replace(table, init="features"), vocabulary)
+        rows = verifier.model.get_output_embeddings().weight[vocabulary.tokens]
+        assert torch.equal(objective.head, rows)
+        assert (objective.drafter.head is not None) is own
+        if own:
+            objective.loss(batch)[0].backward()
+            assert objective.drafter.head.weight.grad.abs().sum() > 0
 
 
 def test_detached_passes_send_no_gradient_to_the_pass_before(verifier, batch):
