@@ -38,14 +38,17 @@ FACTS, RESULTS = "compare.json", "results.json"
 class RunTable:
     """One drafter of a comparison.
 
-    drafter:  settings of its recipe's table that are not the method's own.
+    drafter:  settings of its recipe's table that are not the method's own.   lr: its rate, if not the recipe's.
     schedule: its recipe, if not the comparison's.   start: an earlier run whose weights it begins with.
+    decoded_by: the method that decodes with its drafter, if it is another one.
     """
 
     method: str
     drafter: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 0.0
     schedule: str = ""
     start: str = ""
+    decoded_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class CompareRecipe:
 
     schedule: recipe of all runs.   steps: instead of the schedule's; 0 keeps them.   seeds: of every run.
     drafter:  settings of every run's table.   runs: by name.   tables: of a report, by title.
+    rates:    learning rates to try for each run (`redraft.bench.family`).
     """
 
     runs: Mapping[str, RunTable]
@@ -75,6 +79,7 @@ class CompareRecipe:
     seeds: tuple[int, ...] = (0,)
     drafter: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, ReportTable] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for title, table in self.tables.items():
@@ -112,7 +117,24 @@ class CompareRecipe:
         recipe: DrafterRecipe = find_training(run.method).recipe.from_dict({**values, "drafter": table}, source)
         if recipe.method != run.method:
             raise UsageError(f"the schedule {schedule} is for {recipe.method}, not {run.method}")
-        return recipe.with_options(self.steps or None, seed)
+        return replace(recipe.with_options(self.steps or None, seed), lr=run.lr or recipe.lr)
+
+    def at_every_rate(self) -> CompareRecipe:
+        """Return the comparison of each run at each of the rates, on the first seed."""
+        if started := [name for name, run in self.runs.items() if run.start]:
+            raise UsageError(f"the run {started[0]!r} starts from another one, so it cannot have a rate of its own")
+        runs = {_at(name, lr): replace(run, lr=lr) for name, run in self.runs.items() for lr in self.rates}
+        return replace(self, runs=runs, seeds=self.seeds[:1], tables={})
+
+    def at_best_rates(self, results: Sequence[Result]) -> CompareRecipe:
+        """Return the comparison of each run at its best rate, by the tokens of chains in results of `at_every_rate`."""
+        tokens = {result.name: result.mean_tokens for result in results if result.seed == self.seeds[0]}
+        best = {name: max(self.rates, key=lambda lr: tokens[_at(name, lr)]) for name in self.runs}
+        return replace(
+            self,
+            runs={_at(name, best[name]): replace(run, lr=best[name]) for name, run in self.runs.items()},
+            tables={},
+        )
 
     def texts_of(self, name: str) -> str:
         """Return the folder of the texts that the verifier writes for a run: one for all runs with equal settings."""
@@ -120,6 +142,10 @@ class CompareRecipe:
         settings = {run: self.recipe_of(run, self.seeds[0]).self_text for run in self.runs}
         writer = next(run for run in self.runs if settings[run] == settings[name])
         return TEXTS if writer == first else f"{TEXTS}.{writer}"
+
+
+def _at(name: str, lr: float) -> str:
+    return f"{name} at {lr:g}"
 
 
 def train_all(  # noqa: PLR0913 - facts of a comparison
