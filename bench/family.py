@@ -1,15 +1,15 @@
-"""Drafting methods on one budget: trained on the same texts and tokens, built into one bundle, measured on the same prompts.
+"""Drafting methods on one budget: trained on the same tokens, built into one bundle, measured on the same prompts.
 
     python -m redraft.bench.family COMPARISON --verifier MODEL --texts TEXTS --out DIR --prompts FILES [--chat]
 
-COMPARISON is a recipe of `redraft train all`, whose `rates` are learning rates: each run is trained with each of them on
-the first seed, and goes on with the best one for all seeds. What is finished is not done again, so that a command which
-was killed continues.
+COMPARISON is a recipe of `redraft train all`, whose `rates` are learning rates: each run is trained with each of them
+on the first seed, and goes on with the best one for all seeds. What is finished is not done again, so that a command
+which was killed continues.
 
 Each method has two figures, both over outputs that do not loop (and over all of them):
 
-tau     tokens of a step that drafted, with the whole tree that the drafter was built for at every step and no controller.
-        This is what the papers report.
+tau     tokens of a step that drafted, with the whole tree that the drafter was built for at every step and no
+        controller. This is what the papers report.
 speed   times plain decoding's, with the default controller. This is what users get.
 
 Methods take turns on every prompt. Intervals are paired bootstraps over prompts; `tau_over_base` and `speed_over_base`
@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -29,10 +29,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from redraft.bench.command import as_json, budget, markdown_table, one_line_errors, sizes
-from redraft.bench.compare import PLAIN, Run, Settings, Totals, by_kind, compare, times_as_fast
+from redraft.bench.command import as_json, budget, markdown_table, one_line_errors
+from redraft.bench.compare import Run, Settings, Totals, by_kind, compare, times_as_fast
 from redraft.bench.environment import environment
-from redraft.bench.prompts import ALL, load_prompts
+from redraft.bench.prompts import ALL, BenchPrompt, load_prompts
 from redraft.bench.statistics import Speedup, Timing, interval_text, speedup
 from redraft.errors import UsageError
 from redraft.files import write_json
@@ -54,17 +54,17 @@ def train(comparison: str, verifier: str, sources: Mapping[str, str], texts: Pat
     Runs in a process of its own, since it imports torch. Raises as `train_all`.
     """
     from redraft.assembly.models import find_checkpoint
-    from redraft.train.verifier_model import fast_dtype
     from redraft.train.compare import CompareRecipe, train_all
     from redraft.train.publish import publish_drafter
+    from redraft.train.verifier_model import fast_dtype
 
     recipe = CompareRecipe.load(comparison)
     folder = Path(verifier)
-    checkpoint = folder if folder.is_dir() else find_checkpoint(verifier, lambda line: print(line, file=sys.stderr))
+    checkpoint = folder if folder.is_dir() else find_checkpoint(verifier, _report)
 
     def run(tried: CompareRecipe) -> list[Result]:
         def begun(name: str, seed: int) -> None:
-            print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
+            _report(f"{name}, seed {seed}")
 
         return train_all(tried, checkpoint, sources, out, texts=texts, dtype=fast_dtype("cpu"), begun=begun)
 
@@ -100,15 +100,18 @@ def build(verifier: str, records: Sequence[Json], precision: str, out: Path) -> 
 
 
 def measure(
-    bundle: Path, names: Sequence[str], files: Sequence[Path], *, chat: bool, limit: int | None, new_tokens: int,
-    temperature: float, limits: Budget, threads: int | None, report: Callable[[str], None],
+    bundle: Path, names: Sequence[str], prompts: Sequence[BenchPrompt], settings: Settings, limits: Budget,
+    threads: int | None,
 ) -> Json:  # fmt: skip
-    """Return the figures of all methods of a bundle, by kind of prompt and over all of them."""
+    """Return the figures of all methods of a bundle, by kind of prompt and over all.   limits: of fixed trees."""
     ways = {_FIXED.format(name): SpeculationParams(name, budget=limits, controller="fixed") for name in names}
-    settings = Settings(SamplingParams(temperature=temperature, max_tokens=new_tokens, seed=0), chat=chat, ways=ways)
     with Runtime.open(bundle, threads=threads) as runtime:
-        runs = compare(runtime, load_prompts(files, limit), [*ways, *names], settings, report)
+        runs = compare(runtime, prompts, [*ways, *names], replace(settings, ways=ways), _report)
     return figures(runs, names)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def figures(runs: Sequence[Run], names: Sequence[str]) -> Json:
@@ -165,8 +168,10 @@ def table(records: Sequence[Json], measured: Mapping[str, Json]) -> str:
         rows[0] += [f"{precision}: τ", "over the first", "speed", "least kind"]
     for record in records:
         chain = record["chain_tokens"]
-        row = [record["run"], f"{record['parameters'] / 1e6:.2f} M", f"{record['tokens'] / 1e6:.2f} M",
-               f"{record['minutes']:g}", f"{chain['mean']:.3f} ({chain['least']:.3f} to {chain['most']:.3f})"]  # fmt: skip
+        row = [
+            record["run"], f"{record['parameters'] / 1e6:.2f} M", f"{record['tokens'] / 1e6:.2f} M",
+            f"{record['minutes']:g}", f"{chain['mean']:.3f} ({chain['least']:.3f} to {chain['most']:.3f})",
+        ]  # fmt: skip
         for found in measured.values():
             own = found["not_looping"][record["name"]]
             least = min((each[record["name"]]["speed"]["ratio"], kind) for kind, each in found["kinds"].items())
@@ -194,13 +199,15 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--budget", type=budget, default=WHOLE, help="of a fixed tree; each drafter's own by default")
     parser.add_argument("--precision", default="fp32,int8", help="of the bundles, separated by commas")
-    parser.add_argument("--threads", type=sizes, help="to decode with")
+    parser.add_argument("--threads", type=int, help="to decode with")
     parser.add_argument("--markdown", action="store_true", help="print a table")
     asked = parser.parse_args()
     from redraft.train.data import parse_sources
 
     if bool(asked.texts) == bool(asked.data):
         raise UsageError("the texts come from --texts or from --data", "give one of them")
+    params = SamplingParams(temperature=asked.temperature, max_tokens=asked.max_new_tokens, seed=0)
+    settings, prompts = Settings(params, chat=asked.chat), load_prompts(asked.prompts, asked.limit)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
         sources = parse_sources(asked.data)
         records = other.submit(train, asked.comparison, asked.verifier, sources, asked.texts, asked.out).result()
@@ -210,13 +217,10 @@ def main() -> None:
         }
     measured = {
         precision: measure(
-            bundle, [record["name"] for record in records], asked.prompts, chat=asked.chat, limit=asked.limit,
-            new_tokens=asked.max_new_tokens, temperature=asked.temperature, limits=asked.budget,
-            threads=asked.threads[0] if asked.threads else None,
-            report=lambda line: print(line, file=sys.stderr, flush=True),
+            bundle, [record["name"] for record in records], prompts, settings, asked.budget, asked.threads
         )
         for precision, bundle in bundles.items()
-    }  # fmt: skip
+    }
     result = {"environment": environment(), "base": records[0]["run"], "runs": records, "measured": measured}
     write_json(asked.out / "family.json", json.loads(json.dumps(result)))
     print(table(records, measured) if asked.markdown else as_json(result))

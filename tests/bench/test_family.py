@@ -1,4 +1,4 @@
-"""The family's figures from generations made by hand, and its table; a comparison of one run, from training to figures."""
+"""The family's figures from generations made by hand, its table, and a comparison of one run from training on."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_a_family_is_trained_built_and_measured(
     text.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     prompts.write_text("".join(json.dumps({"id": str(n), "turns": [f"def f{n}("]}) + "\n" for n in range(2)))
     options = [
-        str(tmp_path / "one.toml"), "--verifier", "tiny", "--data", f"word_problems={text}", "--out", str(tmp_path / "out"),
-        "--prompts", str(prompts), "--max-new-tokens", "12", "--precision", "fp32",
+        str(tmp_path / "one.toml"), "--verifier", "tiny", "--data", f"word_problems={text}",
+        "--out", str(tmp_path / "out"), "--prompts", str(prompts), "--max-new-tokens", "12", "--precision", "fp32",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["family", *options])
     family.main()
