@@ -43,6 +43,33 @@ def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
     assert broken_links(tmp_path / "page.md") == [link]
 
 
+def unknown_names(row: str, root: Path) -> list[str]:
+    """Files of a table's row that do not exist, and names after a file that none of the row's files define."""
+    words = re.findall(r"`([^`]+)`", row)
+    files = [word for word in words if re.fullmatch(r"[\w/]+\.py", word)]
+    found = [
+        next((path for path in (root / file, (root / files[0]).parent / file) if path.exists()), None) for file in files
+    ]
+    source = "\n".join(path.read_text("utf-8") for path in found if path)
+    unknown = [file for file, path in zip(files, found, strict=True) if path is None]
+    after = words[words.index(files[0]) :] if files else []
+    for name in (word for word in after if re.fullmatch(r"[A-Za-z_][\w.]*", word) and word not in files):
+        if any(not re.search(rf"^ *(?:def|class) {part}\b|^ *{part} *[:=]", source, re.M) for part in name.split(".")):
+            unknown.append(name)
+    return unknown
+
+
+def test_methods_name_code_that_exists(root: Path) -> None:
+    rows = [line for line in (root / "docs/methods.md").read_text("utf-8").splitlines() if line.startswith("|")]
+    assert sum(".py`" in row for row in rows) > 60
+    assert {name: row for row in rows for name in unknown_names(row, root)} == {}
+
+
+def test_a_name_that_no_file_of_a_row_defines_is_found(root: Path) -> None:
+    row = "| a | `tests/test_docs.py` `unknown_names`, `BLOCK`; `conftest.py` `ROOT`, `Cycle.make`, `gone.py` |"
+    assert unknown_names(row, root) == ["gone.py", "Cycle.make"]
+
+
 def test_the_readme_is_short_and_links_to_every_page(root: Path) -> None:
     index = (root / "docs/README.md").read_text("utf-8")
     assert len((root / "README.md").read_text("utf-8").splitlines()) < README_LINES
