@@ -107,6 +107,9 @@ class Distillation(nn.Module, ABC):
         """The drafter's own parameters."""
         return self.drafter.named_parameters(*args, **kwargs)
 
+    def count(self, counts: torch.Tensor) -> None:
+        """Take how often each token of the vocabulary is in the texts, int64 [V]."""
+
     def prepare(self, step: int, steps: int) -> bool:
         """Return False: the parameters never change."""
         return False

@@ -75,6 +75,7 @@ def open_drafter(checkpoint: DrafterCheckpoint, verifier: VerifierModel) -> Dist
     vocabulary = DraftColumns.of(tokens.draft_vocabulary, config.vocab_size)
     objective = training.loss(verifier.model, config, training.table(), vocabulary)
     objective.drafter.load_state_dict(module.state_dict())
+    objective.count(tokens.counts)
     return objective
 
 

@@ -98,6 +98,7 @@ def train_drafter(  # noqa: PLR0913 - the options of a command
         np.save(out / COUNTS, counts)
     torch.manual_seed(recipe.seed)
     objective = training.loss(loaded.model, config, recipe.drafter, draft_vocabulary(config, counts), compile_graph)
+    objective.count(torch.from_numpy(counts))
     recipe = recipe.for_epoch(material.batches)
     if kept is not None and texts is None:
         plan = _with_states(plan, kept, recipe.seed, facts, objective)

@@ -53,8 +53,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - inputs of one autograd function
     """Return the sum over rows m that count, and targets k, of weights[m, k] · −log softmax(l_m)[columns[m, k]].
 
     l = states · headᵀ + own_states · own_headᵀ, without the second product if its factors are None, and without the
-    first if n is 0. `head` [H, n] is frozen; gradients are for states [M, n], own_states [M, d] and own_head [H, d], all
-    of one type.
+    first if n is 0. `head` [H, n] is frozen; gradients are for states [M, n], own_states [M, d] and own_head [H, d],
+    all of one type.
     columns: int64 [M, K].   weights: float [M, K].
     """
     arguments = states, head, own_states, own_head, columns, weights, alignment

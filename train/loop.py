@@ -40,7 +40,7 @@ class Objective(Protocol):
         """Load the result of `state_dict`."""
 
     def prepare(self, step: int, steps: int) -> bool:
-        """Prepare the next step of so many. Returns True if the parameters are new, so that new optimisers are needed."""
+        """Prepare the next step of so many. Returns True if the parameters are new and need new optimisers."""
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a scalar loss, and metrics in nats a token (a kind's name, `mtp` …) to report.

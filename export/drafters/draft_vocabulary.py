@@ -36,18 +36,21 @@ class DraftVocabulary:
     tokens:  the token of each column of their logits, sorted, int64 [H].
     columns: the columns of these tokens in the logits that were trained, int64 [H].
     counts:  how often each token of the whole vocabulary was in the training texts, int64 [V].
+    trained_counts: of the tokens of all columns that were trained.
     """
 
     tokens: NDArray[np.int64]
     columns: NDArray[np.int64]
     counts: NDArray[np.int64]
+    trained_counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, data: TokenData, size: int) -> DraftVocabulary:
         """Return the `size` most frequent tokens of those that a drafter was trained on."""
         trained = torch.arange(len(data.counts)) if data.draft_vocabulary is None else data.draft_vocabulary
-        columns = most_frequent(data.counts[trained], size)
-        return cls(trained.numpy()[columns], columns, data.counts.numpy())
+        counts = data.counts[trained]
+        columns = most_frequent(counts, size)
+        return cls(trained.numpy()[columns], columns, data.counts.numpy(), counts.numpy())
 
     @property
     def is_whole(self) -> bool:

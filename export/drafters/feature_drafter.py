@@ -20,8 +20,8 @@ fusion      `linear`        W [F ; E(x)] + b. EAGLE; HASS.
             `attention`     no fusion: the layer's attention reads [N(E(x)) ; N(F)], and F is its residual. EAGLE-3
                             (Li et al. 2025), section 3.1.
 outputs     `one`           P = R, the layer's output. EAGLE; HASS.
-            `doubled`       SwiGLU has two outputs of n, each with the residual: P and R. FSPAD; GRIFFIN's token-enhanced
-                            head (section 4.2), as the programs of their authors have it.
+            `doubled`       SwiGLU has two outputs of n, each with the residual: P and R. FSPAD; GRIFFIN's
+                            token-enhanced head (section 4.2), as the programs of their authors have it.
             `two`           P and R are two linear maps of the layer's output. redraft's earlier reading of both.
             `normed`        P is the norm of R: the head reads a norm, the next step does not. EAGLE-3.
             `normed_back`   P = R is that norm. EAGLE-3.1's feedback.

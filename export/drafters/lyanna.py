@@ -54,6 +54,8 @@ class LyannaConfig(LayerConfig):
     rank:         d of W1 [n, d] and W2 [d, H].   steps: hidden states of a chain, N.
     first_token, token_info: False for the ablations of Table 1.
     chain_projection: project a chain's own states before the layer.
+    hot_tokens:   number of the most frequent tokens of the draft vocabulary that have token information, and that it
+                  has numbers for; 0 means all (§6.1).
     """
 
     rank: int = 64
@@ -61,9 +63,17 @@ class LyannaConfig(LayerConfig):
     first_token: bool = True
     token_info: bool = True
     chain_projection: bool = False
+    hot_tokens: int = 0
+
+    @property
+    def token_info_columns(self) -> int:
+        """Columns of W2."""
+        return self.hot_tokens or self.draft_size
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.hot_tokens <= self.draft_size:
+            raise CheckpointError(f"hot_tokens must be from 0 to {self.draft_size}, not {self.hot_tokens}")
         if min(self.rank, self.steps) < 1:
             raise CheckpointError(f"a drafter's rank and steps must be positive, not {self.rank} and {self.steps}")
 
@@ -87,7 +97,7 @@ class LyannaDrafter(nn.Module):
         self.chain_projection = nn.Linear(n, n, bias=False) if config.chain_projection else None
         self.layer = DrafterLayer(config)
         self.norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
-        sizes = n, config.rank, config.draft_size, config.rms_norm_eps
+        sizes = n, config.rank, config.token_info_columns, config.rms_norm_eps
         self.token_info = TokenInfo(*sizes) if config.token_info else None
 
     def first(

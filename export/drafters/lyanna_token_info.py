@@ -4,7 +4,8 @@ Lyanna §5.1 (the collapsed table) and §6.1 (few tokens have rows and columns).
 were trained, also if the drafter is built with fewer. The values include the gain.
 
 All tokens outside of the draft vocabulary share a row, the mean of their own rows, in which token t weighs its count in
-training plus 1. The paper leaves them without token information.
+training plus 1. The paper leaves them without token information. So does a drafter that has it for its most frequent
+tokens alone (`hot_tokens`): other rows and columns are zeros, and the table is no smaller.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 from redraft.export.checkpoint import weight_files
 from redraft.export.checkpoint.weight_files import Slabs
-from redraft.export.drafters.draft_vocabulary import DraftVocabulary
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary, most_frequent
 from redraft.methods.lyanna import LyannaShape, token_info_tables
 
 _SLAB_TOKENS = 1024
@@ -34,7 +35,7 @@ class TokenInfo(nn.Module):
     """RMSNorm(W2 W1 E(t)): the numbers that a token adds to the next token's logits."""
 
     def __init__(self, hidden_size: int, rank: int, columns: int, eps: float) -> None:
-        """columns: of the logits, one for each token of the draft vocabulary."""
+        """columns: of the logits, one for each token of the draft vocabulary, or for each frequent one."""
         super().__init__()
         self.down = nn.Linear(hidden_size, rank, bias=False)
         self.up = nn.Linear(rank, columns, bias=False)
@@ -90,7 +91,8 @@ def _factors(
     if info is None:
         size = len(tokens) + (not vocabulary.is_whole)
         return np.zeros((size, shape.rank), np.float32), np.zeros((shape.rank, len(tokens)), np.float32)
-    up, gain = (p.detach().float().numpy()[vocabulary.columns] for p in (info.up.weight, info.norm.weight))
+    hot = _hot(info, vocabulary)
+    up, gain = (_of_columns(p.detach().float().numpy(), hot, vocabulary) for p in (info.up.weight, info.norm.weight))
     left = np.empty((len(tokens), shape.rank), np.float32)
     others, begin = np.zeros(shape.rank), 0
     for rows in _normalized(info, embedding):
@@ -104,7 +106,26 @@ def _factors(
     if not vocabulary.is_whole:
         weight = np.delete(vocabulary.counts, tokens) + 1.0
         left = np.concatenate([left, (others / weight.sum()).astype(np.float32)[None]])
+    if hot is not None:
+        left[~np.isin(np.arange(len(left)), np.searchsorted(vocabulary.columns, hot))] = 0
     return left, np.ascontiguousarray((up * gain[:, None]).T)
+
+
+def _hot(info: TokenInfo, vocabulary: DraftVocabulary) -> NDArray[np.int64] | None:
+    """Return the trained columns that have token information; None for all."""
+    counts = vocabulary.trained_counts
+    return None if len(info.up.weight) == len(counts) else most_frequent(torch.from_numpy(counts), len(info.up.weight))
+
+
+def _of_columns(
+    rows: NDArray[np.float32], hot: NDArray[np.int64] | None, vocabulary: DraftVocabulary
+) -> NDArray[np.float32]:
+    """Return the rows of the graph's columns from those of trained columns, or from those of the frequent ones."""
+    if hot is not None:
+        every = np.zeros((len(vocabulary.trained_counts), *rows.shape[1:]), np.float32)
+        every[hot] = rows
+        rows = every
+    return rows[vocabulary.columns]
 
 
 def _normalized(info: TokenInfo, embedding: Slabs) -> Slabs:

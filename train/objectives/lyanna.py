@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft.errors import UsageError
+from redraft.export.drafters.draft_vocabulary import most_frequent
 from redraft.export.drafters.layer import renamed
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt
 from redraft.train.batches import Batch, gather_places
 from redraft.train.distillation import ChainAttention, DepthDistillation
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.linear_loss import linear_cross_entropy
@@ -56,7 +58,7 @@ class LyannaTable(LayerTable):
 
     alpha, beta, gamma: weights of a step's MSE, of its CE with the verifier's distribution, and of its CE with the
     verifier's likeliest token alone.   step_weight: a step's loss weighs this times the loss of the step before.
-    chain: number of steps; LyannaConfig has the other fields.
+    chain: number of steps; LyannaConfig has the other fields, hot_tokens among them (Table 2).
     """
 
     alpha: float = 1.0
@@ -68,6 +70,7 @@ class LyannaTable(LayerTable):
     first_token: bool = True
     token_info: bool = True
     chain_projection: bool = False
+    hot_tokens: int = 0
 
     def __post_init__(self) -> None:
         losses = (self.alpha, self.beta, self.gamma)
@@ -81,10 +84,16 @@ class TokenInfoProduct:
     """RMSNorm(W2 W1 E(t)) as a product of `states(t)` [..., d] and `head` [H, d], for the parameters of one step.
 
     head is the gain times W2, and states are W1 E(t) over the root mean square of W2 W1 E(t). The mean square of W2 x
-    is x·(W2ᵀ W2)·x / H, so that no row of H numbers is computed. Without token information both are zero.
+    is x·(W2ᵀ W2)·x / H, so that no row of H numbers is computed. Without token information both are zero. `hot` [H] is
+    true for columns that have token information; all have if it is None. Then W2 has rows for these alone, and H counts
+    them; other columns and the states of other tokens are zero.
     """
 
-    def __init__(self, drafter: LyannaDrafter, embed: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, drafter: LyannaDrafter, embed: nn.Module, dtype: torch.dtype, vocabulary: DraftColumns,
+        hot: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        self._vocabulary, self._hot = vocabulary, hot
         self._info, self._embed, self._dtype = drafter.token_info, embed, dtype
         self._eps = drafter.config.rms_norm_eps
         if self._info is None:
@@ -94,6 +103,8 @@ class TokenInfoProduct:
         with torch.autocast(up.device.type, enabled=False):
             self._gram = up.mT @ up / len(up)
         self.head = (self._info.norm.weight[:, None] * up).to(dtype)
+        if hot is not None:
+            self.head = self.head.new_zeros(len(hot), self.head.shape[1]).index_put((hot.nonzero()[:, 0],), self.head)
 
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the factor of tokens of any shape, [..., d]."""
@@ -102,7 +113,11 @@ class TokenInfoProduct:
         with torch.autocast(tokens.device.type, enabled=False):
             low = F.linear(self._embed(tokens).float(), self._info.down.weight)
             mean_square = ((low @ self._gram) * low).sum(-1, keepdim=True)
-            return (low * (mean_square + self._eps).rsqrt()).to(self._dtype)
+            found = (low * (mean_square + self._eps).rsqrt()).to(self._dtype)
+        if self._hot is None:
+            return found
+        columns = self._vocabulary.columns_of(tokens)
+        return found * ((columns >= 0) & self._hot[columns.clamp(min=0)])[..., None]
 
 
 class LyannaObjective(DepthDistillation):
@@ -112,6 +127,16 @@ class LyannaObjective(DepthDistillation):
     drafter: LyannaDrafter
     table: LyannaTable
     means = ("mse", "ce")
+    hot: torch.Tensor | None = None
+
+    def count(self, counts: torch.Tensor) -> None:
+        """Choose the tokens that have token information by counts [V] of all tokens."""
+        size = self.drafter.config.hot_tokens
+        if size and self.drafter.token_info is not None:
+            own = counts[self.vocabulary.tokens]
+            hot = torch.zeros(len(own), dtype=torch.bool)
+            hot[torch.from_numpy(most_frequent(own, size))] = True
+            self.hot = hot.to(self.head.device)
 
     @staticmethod
     def lookahead_of(config: LyannaConfig, table: LyannaTable) -> int:
@@ -158,7 +183,8 @@ class LyannaObjective(DepthDistillation):
         return chains(self.drafter, features, batch.tokens, batch.starts.clamp(min=0), embed)
 
     def _token_info(self) -> TokenInfoProduct:
-        return TokenInfoProduct(self.drafter, self.verifier.get_input_embeddings(), self.head.dtype)
+        embed = self.verifier.get_input_embeddings()
+        return TokenInfoProduct(self.drafter, embed, self.head.dtype, self.vocabulary, self.hot)
 
 
 def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
@@ -218,7 +244,10 @@ class LyannaTraining(Training):
 
     def configuration(self, table: LyannaTable, verifier: VerifierModel) -> LyannaConfig:
         """Return the drafter's configuration. Sizes of 0 in the table become the verifier's."""
-        own = {name: getattr(table, name) for name in ("rank", "first_token", "token_info", "chain_projection")}
+        own = {
+            name: getattr(table, name)
+            for name in ("rank", "first_token", "token_info", "chain_projection", "hot_tokens")
+        }
         return configuration_of(verifier.config, verifier.vocab_size, steps=table.chain, **table.sizes, **own)
 
 

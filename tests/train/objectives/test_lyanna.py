@@ -51,16 +51,17 @@ def one_chain(drafter, features, tokens, embed, start):
     return [state[0, 0] for state in states]
 
 
-def token_information(drafter, embedded):
-    """g ⊙ x / rms(x), x = W2 W1 E(t); 0 without it."""
+def token_information(drafter, embed, token, some, hot):
+    """g ⊙ x / rms(x), x = W2 W1 E(t); 0 without it. With hot tokens, it has numbers for these after these alone."""
     info = drafter.token_info
-    if info is None:
+    if info is None or (hot is not None and token not in hot):
         return 0.0
-    x = info.up.weight @ (info.down.weight @ embedded)
-    return info.norm.weight * x / (x.square().mean() + 1e-5).sqrt()
+    x = info.up.weight @ (info.down.weight @ embed(token))
+    added = info.norm.weight * x / (x.square().mean() + 1e-5).sqrt()
+    return added if hot is None else torch.zeros(len(some)).index_put((torch.searchsorted(some, hot),), added)
 
 
-def loop(objective, batch, some):
+def loop(objective, batch, some, hot):
     """The weighted mean over steps of α MSE + β CE + γ CE with the likeliest token, over all chains of the batch."""
     drafter, verifier, weights = objective.drafter, objective.verifier, WEIGHTS
     hidden, logits = run_verifier(verifier, batch.tokens)
@@ -72,7 +73,7 @@ def loop(objective, batch, some):
                 if (place := start + step + 1) >= end:
                     break
                 own = drafter.config.logit_scale * head @ state
-                own = own + token_information(drafter, embed(batch.tokens[row, place]))
+                own = own + token_information(drafter, embed, batch.tokens[row, place], some, hot)
                 error = (state - features[row, place]).square().mean()
                 ce = token_loss(own, logits[row, place], 0, some, weights.beta, greedy=weights.gamma)
                 losses[step].append(weights.alpha * error + ce)
@@ -86,26 +87,32 @@ def loop(objective, batch, some):
         (400, {}),
         (150, {"draft_vocab_size": 150, "chain_projection": True, "logit_scale": 0.25}),
         (400, {"token_info": False, "first_token": False}),
+        (400, {"hot_tokens": 90}),
+        (150, {"draft_vocab_size": 150, "hot_tokens": 60}),
     ],
 )
 def test_the_loss_and_its_gradient_equal_a_loop_over_chains_and_steps(verifier, size, form):
     """A chain sees no other chain's steps and no later features. One text is padded, and its last chains end early."""
     some = some_tokens(400, size)
     objective = objective_of(verifier, config(**form), columns=DraftColumns(some, 400))
-    batch = texts(400, (9, 7), (1, 3))
+    batch, hot = texts(400, (9, 7), (1, 3)), None
+    if objective.drafter.config.hot_tokens:
+        counts = torch.randint(50, (400,), generator=torch.Generator().manual_seed(5))
+        order = counts[some].argsort(descending=True, stable=True)
+        hot = some[order[: objective.drafter.config.hot_tokens]].sort().values
+        objective.count(counts)
     loss, metrics = objective.loss(batch)
-    check_loss(objective, loss, loop(objective, batch, some))
+    check_loss(objective, loss, loop(objective, batch, some, hot))
     assert set(metrics) == {"mse", "ce", "hit 1", "hit 2", "hit 3"}
     states = objective.states(batch)
     with torch.no_grad():
         chain = one_chain(objective.drafter, states.last[0], batch.tokens[0], verifier.model.get_input_embeddings(), 2)
         drafts = list(objective.drafts(batch, states))
         for step, (state, draft) in enumerate(zip(chain, drafts, strict=True)):
-            token = verifier.model.get_input_embeddings()(batch.tokens[0, 3 + step])
+            embed, token = verifier.model.get_input_embeddings(), batch.tokens[0, 3 + step]
             own = objective.drafter.config.logit_scale * objective.head @ state
-            torch.testing.assert_close(
-                draft[0, 2], own + token_information(objective.drafter, token), rtol=1e-4, atol=1e-4
-            )
+            expected = own + token_information(objective.drafter, embed, token, some, hot)
+            torch.testing.assert_close(draft[0, 2], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_depth_without_any_token_adds_nothing(verifier):
