@@ -26,6 +26,8 @@ RUN = "run.json"
 _PREFIX = "drafter."
 _OWN = frozenset({"draft_vocab_size", "hidden_states"})
 """Fields in which a drafter may differ from the one that it begins with."""
+_STEERING = frozenset({"steering", "steering_norm"})
+"""Such fields if one of the two has no steering."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ class TrainedDrafter:
                 f"{self.path} is a drafter of another method than the recipe's", "give a --start of the same method"
             )
         wanted, found = asdict(config), asdict(self.config)
+        found_states, states = (getattr(one, "hidden_states", ()) for one in (self.config, config))
         own = _OWN | self.training.measures.keys()  # a run has no measurement before its first step
+        own = own if found_states and states else own | _STEERING
         hint = "give a --start of the recipe's form, or change the recipe"
         for name in (name for name in found if name in wanted and name not in own):
             if found[name] != wanted[name]:
@@ -157,7 +161,6 @@ class TrainedDrafter:
                     f"{key} = {_short(value)}",
                     hint,
                 )
-        found_states, states = (getattr(one, "hidden_states", ()) for one in (self.config, config))
         if found_states and found_states != states:
             raise CheckpointError(
                 f"{self.path} reads hidden states {', '.join(found_states)}, expected {', '.join(states) or 'none'}",

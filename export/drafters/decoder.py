@@ -29,7 +29,7 @@ from redraft.export.drafters.draft_graph import Sampling
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
 from redraft.export.drafters.exporter import Exporter
 from redraft.export.drafters.level_tree import likeliest, rank_log_probs
-from redraft.export.drafters.steering import SteerGraph, Steering, steer
+from redraft.export.drafters.steering import Mechanism, SteerGraph, Steering, steer
 from redraft.export.drafters.writing import (
     Target,
     empty_module,
@@ -58,6 +58,8 @@ from redraft.signatures import VerifierShape, verifier_inputs
 
 RANDOM_LAYERS = 4
 """Layers of a drafter with random weights."""
+_STEERING = "steering."
+"""The prefix of its parameters in a drafter and in traced graphs."""
 
 
 class DecoderExporter(Exporter[DraftModelConfig]):
@@ -85,7 +87,7 @@ class DecoderExporter(Exporter[DraftModelConfig]):
         """Write the graphs of a trained drafter, with the verifier's embedding and rows of its head."""
         own = _Own(
             Architecture.of(config.transformers), source=source, draft_logit_scale=config.draft_logit_scale,
-            hidden_states=config.hidden_states,
+            hidden_states=config.hidden_states, steering=config.steering, steering_norm=config.steering_norm,
         )  # fmt: skip
         return self._write(target, own, DraftVocabulary.of(tokens, config.limited(target.options.draft_vocabulary)))
 
@@ -135,7 +137,7 @@ class _Own:
     """The parts of a drafter that are its own.
 
     checkpoint, loaded: a plain checkpoint's.   source: the weights of a trained one. Without them, weights are random.
-    hidden_states: of the verifier, which steer it.
+    hidden_states: of the verifier, which steer it.   steering, steering_norm: how they do, as in `DraftModelConfig`.
     shares: True if embedding and head are the verifier's, which all but plain checkpoints use.
     """
 
@@ -145,6 +147,8 @@ class _Own:
     source: AnySource | None = None
     draft_logit_scale: float = 1.0
     hidden_states: tuple[str, ...] = ()
+    steering: Mechanism = "up"
+    steering_norm: bool = False
 
     @property
     def shares(self) -> bool:
@@ -175,9 +179,9 @@ def _traced(
         if own.shares:
             _set_head(network, tokens)
         if states := len(own.hidden_states):
-            sizes = steer(network.base_model, decoder_shape(text).layers)
-            width = target.verifier.shape.hidden
-            steerings.append(empty_module(lambda: Steering(width, states, sizes), target.dtype))
+            widths = steer(network.base_model, decoder_shape(text).layers, own.steering)
+            sizes = target.verifier.shape.hidden, states, widths
+            steerings.append(empty_module(lambda: Steering(*sizes, own.steering, own.steering_norm), target.dtype))
 
     traced = trace_decoder(own.architecture, rows, own.checkpoint, own.loaded, trace_network, change=change)
     return made[0], traced, steerings[0] if steerings else None
@@ -219,8 +223,8 @@ class _Graph(nn.Module):
         self, decoder: tracing.VerifierModule, steering: Steering | None, shape: DecoderShape, tokens: int
     ) -> None:
         super().__init__()
-        self.model = decoder.model
-        self.__dict__["decoder"], self.__dict__["steering"] = decoder, steering  # no submodules: not its parameters
+        self.model, self.steering = decoder.model, steering
+        self.__dict__["decoder"] = decoder  # no submodule: its model is one
         self._shape, self._tokens = shape, tokens
 
     def forward(
@@ -229,10 +233,9 @@ class _Graph(nn.Module):
         sampling: Sampling, tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         decoder: tracing.VerifierModule = self.__dict__["decoder"]
-        steering: Steering | None = self.__dict__["steering"]
         if self._tokens < self._shape.vocabulary:
             token_ids = token_ids.clamp(max=self._tokens - 1)
-        with steering.applied(*biases) if steering else nullcontext():
+        with self.steering.applied(*biases) if self.steering else nullcontext():
             logits, *updates = decoder(token_ids, positions, tree_mask, cache_len, kv_len, output_rows, caches)
         if self._tokens > self._shape.vocabulary:
             logits = logits[..., : self._shape.vocabulary]
@@ -271,8 +274,9 @@ def _source(
     shapes = {new_names[key]: size for key, size in traced.parameters.items()}
     for shared in (traced.head, traced.embedding):
         shapes.pop(new_names[shared], None)
-    if steering is not None:
-        shapes |= parameter_shapes(steering, f"{mine}steering.")
+    if steering is not None:  # conditional steering has weights in both graphs
+        shapes |= parameter_shapes(steering, f"{mine}{_STEERING}")
+        new_names |= _steering_names(target, steering)
     source = own.source or random_source(target, shapes)
     return DrafterSource(DrafterSource(source, head) if head else source, verifier.source), new_names
 
@@ -287,6 +291,9 @@ def _write_steering(
     signature = steer_inputs(shape), steer_outputs(shape)
     model = trace(SteerGraph(steering), signature, lambda inputs: (inputs[:-2], *inputs[-2:]))
     passes.simplify(model)
-    prefix = "steering."
-    new_names = {name: f"{stem(target.name)}{name}" for name in parameter_shapes(steering, prefix)}
-    return write_graph(target, model, new_names, source, STEER)
+    return write_graph(target, model, _steering_names(target, steering), source, STEER)
+
+
+def _steering_names(target: Target, steering: Steering) -> dict[str, str]:
+    """Return the names in a bundle of the parameters of `steering`, by their names in traced graphs."""
+    return {name: f"{stem(target.name)}{name}" for name in parameter_shapes(steering, _STEERING)}

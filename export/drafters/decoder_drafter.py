@@ -22,7 +22,7 @@ from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.model_config import check_rope, is_rotary, logit_scale, longest_text, verifier_shape
 from redraft.export.drafters.layer import DrafterConfig
-from redraft.export.drafters.steering import Steering, steer
+from redraft.export.drafters.steering import Mechanism, Steering, steer
 from redraft.export.reference import keep_layers
 from redraft.names import Dtype
 from redraft.signatures import VerifierShape
@@ -38,11 +38,14 @@ class DraftModelConfig(DrafterConfig):
     layers: the verifier's layers that it began with, ascending; it has as many.
     model:  fields of its transformers configuration: the verifier's with only these layers.
     hidden_states: the verifier's that steer it, the highest layer first; none for a model without steering.
+    steering: how they do.   steering_norm: True if g has a LayerNorm.
     """
 
     layers: tuple[int, ...]
     model: Mapping[str, Any]
     hidden_states: tuple[str, ...] = ()
+    steering: Mechanism = "up"
+    steering_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,7 +128,8 @@ class DraftModel(nn.Module):
         self.add_module(self._body, whole.base_model)
         self.steering: Steering | None = None
         if states := len(config.hidden_states):
-            self.steering = Steering(config.hidden_size, states, steer(whole.base_model, len(config.layers)))
+            widths = steer(whole.base_model, len(config.layers), config.steering)
+            self.steering = Steering(config.hidden_size, states, widths, config.steering, config.steering_norm)
 
     @property
     def body(self) -> Any:

@@ -4,8 +4,8 @@ Its graph has the verifier's inputs, and returns the best candidates after each 
 runtime chains the runs, so that a draft may have any length and stop anywhere.
 
 With steering (Berdoz et al. 2025, "Steering Pretrained Drafters during Speculative Decoding", SD²), the drafter also
-reads hidden states of the verifier. The graph `steer` computes a bias of each row's up projections from them, once a
-draft, and the graph `draft` adds it. Its shape has `steering` numbers of such a bias, 0 without steering.
+reads hidden states of the verifier. The graph `steer` computes a bias of each row's layers from them, once a draft, and
+the graph `draft` adds it. Its shape has `steering` numbers of such a bias, 0 without steering.
 
 Symbols: k candidates of a row, N levels of a draft, K nodes of its tree with the root. `redraft.signatures` and
 `redraft.methods.base` have the others.

@@ -267,6 +267,22 @@ def test_our_comparisons_are_valid(name):
     assert len(CompareRecipe.load(name).runs) >= 5
 
 
+def test_our_distilled_and_steered_students_share_one_schedule():
+    """Their rate is in one file. Each ablation differs from the steered run in one field; k = 8 is the paper's."""
+    recipe = CompareRecipe.load("compare-students-tiny")
+    found = {name: recipe.recipe_of(name, 0).to_dict() for name, run in recipe.runs.items() if name != "pretrained"}
+    assert {recipe.runs[name].schedule for name in found} == {""}
+    tables = {name: values.pop("drafter") for name, values in found.items()}
+    assert all(values == {**found["distilled"], "method": values["method"]} for values in found.values())
+    steered = tables["steered"]
+    assert {name: steered[name] for name in tables["distilled"]} == tables.pop("distilled")
+    assert (steered["draft_length"], steered["steering"], steered["steering_norm"]) == (8, "up", True)
+    assert [{name: one for name, one in table.items() if one != steered[name]} for table in tables.values()] == [
+        {}, {"frozen": True}, {"offsets": "block"}, {"steering": "after"}, {"steering": "conditional"},
+        {"steering_norm": False},
+    ]  # fmt: skip
+
+
 def test_the_command(finished, verifier_folder, prose):
     """Its runs are finished."""
     out, results = finished[1:3]

@@ -76,7 +76,8 @@ DRAFTERS = sorted({path.stem for path in RECIPES.glob("*.toml") if "compare" not
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_shipped_recipes_load_and_go_through_plain_values(name):
     values = tomllib.loads((RECIPES / f"{name}.toml").read_text(encoding="utf-8"))
-    kind = find_training(values.get("method", "eagle")).recipe
+    of_several = "steered" if name.startswith("steered") else "eagle"
+    kind = find_training(values.get("method", of_several)).recipe
     recipe = kind.load(name)
     assert kind.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
@@ -137,6 +138,7 @@ def test_the_schedule_of_steering_is_the_papers():
     assert text.prompt_tokens + text.new_tokens == 256
     table = recipe.drafter
     assert (table.draft_length, table.kl, table.frozen, table.offsets) == (8, 1.0, False, "text")
+    assert (table.steering, table.steering_norm) == ("up", True)
 
 
 @pytest.mark.parametrize("model", ["tiny", "smollm2"])

@@ -195,6 +195,8 @@ def test_drafters_that_a_run_cannot_begin_with_are_refused_in_one_line(
     assert "it has layers = (0, 3), the recipe's drafter has layers = (0, 2); give" in line(pretrained, layers=(0, 2))
     assert "reads hidden states 2, 1, expected 0" in line(steered, hidden_states=("0",))
     assert "reads hidden states 2, 1, expected none" in line(steered, DISTILLED)
+    assert "it has steering = up, the recipe's drafter has steering = after" in line(steered, steering="after")
+    assert "it has steering_norm = True, the recipe's" in line(steered, steering_norm=False)
     assert "is not a drafter: config.json cannot be read" in line(tmp_path / "absent")
     assert "drafter.init = 'mtp' is not possible for draft_model" in line(None, DISTILLED, init="mtp")
     values = json.loads((published / "config.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -83,12 +84,13 @@ class StudentTraining(Training):
         Raises UnsupportedModelError naming a layer that takes no steering.
         """
         layers = table.layers or default_layers(verifier.layers)
-        states: tuple[str, ...] = ()
+        config = configuration_of(verifier.config, verifier.vocab_size, layers, table.draft_vocabulary)
         if isinstance(table, SteeringTable):
             check_hidden_states(table.hidden_states, verifier.layers)
             states = table.hidden_states or high_middle_low(verifier.layers)
-        config = configuration_of(verifier.config, verifier.vocab_size, layers, table.draft_vocabulary, states)
-        if states:
+            config = replace(
+                config, hidden_states=states, steering=table.steering, steering_norm=table.steering_norm
+            )  # fmt: skip
             with torch.device("meta"):
                 DraftModel(config)
         return config

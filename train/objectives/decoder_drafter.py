@@ -20,6 +20,7 @@ import torch
 
 from redraft.errors import UsageError
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig
+from redraft.export.drafters.steering import Mechanism
 from redraft.methods.decoder import MOST_STEPS
 from redraft.train.batches import Batch, gather_places
 from redraft.train.distillation import Distillation
@@ -77,12 +78,16 @@ class SteeringTable(StudentTable):
              begins again at 1 after k, from a phase that is drawn for a text (the paper's ablation, blocked offsets).
     frozen:  True to train steering alone (the paper's ablation).
     hidden_states: the verifier's that steer it, the highest layer first; none means the paper's, 3, L/2 and L - 2.
+    steering: where g enters a layer; the paper's ablations are `after` and `conditional`.
+    steering_norm: False to leave out the LayerNorm of g.
     """
 
     draft_length: int = 8
     offsets: Literal["text", "row", "block"] = "text"
     frozen: bool = False
     hidden_states: tuple[str, ...] = ()
+    steering: Mechanism = "up"
+    steering_norm: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -212,10 +212,10 @@ class FeatureObjective(DepthDistillation):
         alone = settings.masks == "printed"
         alignment = Alignment(targets.truth, settings.aligned, alone) if settings.aligned else None
         read, head = self.scaled(hidden[rows]), self.head
-        frozen: tuple[Any, ...] = (read, head, None, None)
-        if self.drafter.head is not None:
-            frozen = (read[:, :0].detach(), head[:, :0].detach(), read, head)
-        return linear_cross_entropy(*frozen, targets.columns, targets.weights, alignment), targets
+        of_targets = targets.columns, targets.weights, alignment
+        if self.drafter.head is None:
+            return linear_cross_entropy(read, head, None, None, *of_targets), targets
+        return linear_cross_entropy(read[:, :0].detach(), head[:, :0].detach(), read, head, *of_targets), targets
 
     def _distance(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the distance of each of M features, the mean over its numbers, [M]."""

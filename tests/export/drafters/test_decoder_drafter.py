@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
-from redraft.export.drafters.steering import Steering
 from redraft.records import from_plain
 from tests.export.models import config_of
 
@@ -101,36 +103,60 @@ def test_a_configuration_that_is_not_one_of_transformers_is_refused():
 # Steering.
 
 STATES = ("2", "1", "0")
+MECHANISMS = ["up", "after", "conditional"]
 
 
-def student_of(architecture: str, **changes: object) -> DraftModel:
-    """A steered student of two layers, whose steering is random."""
+def fresh(architecture: str, form: dict[str, Any] | None = None, **changes: object) -> DraftModel:
+    """A student of two layers before training.   form: fields of its configuration."""
     torch.manual_seed(0)
     config = configuration_of(config_of(architecture, **changes), 97, (0, 2), hidden_states=STATES)
-    student = DraftModel(config).eval().requires_grad_(False)
+    return DraftModel(replace(config, **form or {})).eval().requires_grad_(False)
+
+
+def student_of(architecture: str, form: dict[str, Any] | None = None, **changes: object) -> DraftModel:
+    """The same with random steering."""
+    student = fresh(architecture, form, **changes)
     for parameter in student.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
     return student
 
 
-def test_at_first_g_is_the_sum_of_the_hidden_states_and_changes_nothing() -> None:
-    steering = Steering(8, 3, (5, 6)).requires_grad_(False)
-    features = torch.randn(2, 4, 24)
-    torch.testing.assert_close(steering.vector(features), features.unflatten(-1, (3, 8)).sum(-2))
-    positions = torch.arange(4).expand(2, -1)
-    assert torch.equal(steering(features, positions), torch.zeros(2, 4, 11))
-    config = configuration_of(config_of("llama"), 97, (0, 2), hidden_states=STATES)
-    student, rows = DraftModel(config).eval().requires_grad_(False), torch.randn(1, 4, 48)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("norm", [False, True])
+def test_at_first_g_is_the_sum_of_the_hidden_states_and_changes_nothing(mechanism: str, norm: bool) -> None:
+    student, rows = fresh("llama", {"steering": mechanism, "steering_norm": norm}), torch.randn(1, 4, 48)
+    steering, features, positions = student.steering, torch.randn(1, 4, 144), torch.arange(4)[None]
+    assert steering is not None
+    torch.testing.assert_close(steering.vector(features), features.unflatten(-1, (3, 48)).sum(-2))
+    biases = steering(features, positions)
+    assert biases.any() == (mechanism == "conditional"), "its second layer is 0, so that the first one learns"
     plain = student.body(inputs_embeds=rows, use_cache=False).last_hidden_state
-    assert student.steering is not None
-    found = student(rows, student.steering(torch.randn(1, 4, 144), positions[:1]))
-    assert torch.equal(found, plain)
+    assert torch.equal(student(rows, biases), plain)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_g_has_a_layer_norm_before_w_s(mechanism: str) -> None:
+    """torch's LayerNorm of W_hml [h ; m ; l], with gain and bias and torch's default epsilon."""
+    student = student_of("llama", {"steering": mechanism, "steering_norm": True})
+    steering, features, positions = student.steering, torch.randn(2, 5, 144), torch.arange(3, 8).expand(2, -1)
+    assert steering is not None
+    norm = nn.LayerNorm(48)
+    norm.load_state_dict({name: steering.state_dict()[f"norm.{name}"] for name in ("weight", "bias")})
+    expected = norm(features @ steering.vector.weight.T) @ steering.bias.weight.T
+    torch.testing.assert_close(steering(features, positions), expected)
+    torch.testing.assert_close(steering(features * 1000, positions), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma2"])
-def test_each_mlp_is_equation_2_with_its_own_product_of_g(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The student equals one whose MLPs are written from the paper. Each row has its own g."""
-    student = student_of(architecture)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_each_layer_is_the_papers_with_its_own_product_of_g(
+    architecture: str, mechanism: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The student equals one whose layers are written from the paper. Each row has its own g.
+
+    up: Eq. 2.   after, conditional: appendix A.6; the two-layer MLP reads the layer's normalized input and g together.
+    """
+    student = student_of(architecture, {"steering": mechanism})
     steering = student.steering
     assert steering is not None
     rows, features, positions = torch.randn(2, 5, 48), torch.randn(2, 5, 144), torch.arange(3, 8).expand(2, -1)
@@ -138,18 +164,62 @@ def test_each_mlp_is_equation_2_with_its_own_product_of_g(architecture: str, mon
     g = features @ steering.vector.weight.T
     products = steering.bias.weight.split(steering.sizes)
 
-    def written(mlp: nn.Module, w_s: torch.Tensor) -> nn.Module:
+    def written(mlp: nn.Module, bias_of: Any) -> nn.Module:
         class Written(nn.Module):
             def forward(self, a: torch.Tensor) -> torch.Tensor:
                 up, gate, down = (getattr(mlp, f"{name}_proj").weight for name in ("up", "gate", "down"))
-                return ((a @ up.T + g @ w_s.T) * mlp.act_fn(a @ gate.T)) @ down.T
+                return ((a @ up.T + bias_of()) * mlp.act_fn(a @ gate.T)) @ down.T
 
         return Written()
 
-    for layer, w_s in zip(student.body.layers, products, strict=True):
-        monkeypatch.setattr(layer, "mlp", written(layer.mlp, w_s))
+    for number, (layer, w_s) in enumerate(zip(student.body.layers, products, strict=True)):
+        entered: list[torch.Tensor] = []
+
+        def run(x: torch.Tensor, *arguments: Any, old=layer.forward, w_s=w_s, entered=entered, **others: Any) -> Any:
+            entered.append(x)
+            return old(x, *arguments, **others) + (g @ w_s.T if mechanism == "after" else 0)
+
+        def conditioned(number=number, layer=layer, w_s=w_s, entered=entered) -> torch.Tensor:
+            first = torch.cat([steering.inner[number].weight, w_s], dim=1)
+            both = torch.cat([layer.input_layernorm(entered[-1]), g], dim=-1)
+            return F.gelu(both @ first.T) @ steering.outer[number].weight.T
+
+        monkeypatch.setattr(layer, "forward", run)
+        if mechanism != "after":
+            bias_of = conditioned if mechanism == "conditional" else lambda w_s=w_s: g @ w_s.T
+            monkeypatch.setattr(layer, "mlp", written(layer.mlp, bias_of))
     expected = student.body(inputs_embeds=rows, use_cache=False).last_hidden_state
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_drafter_from_before_its_form_was_stored_has_the_old_form(root: Path) -> None:
+    checkpoint = DrafterCheckpoint.open(root / "assets" / "tiny" / "steered")
+    assert not {"steering", "steering_norm"} & set(checkpoint.config)
+    config = checkpoint.configure(DraftModelConfig)
+    assert (config.steering, config.steering_norm) == ("up", False)
+    student = DraftModel(config)
+    checkpoint.load(student)
+    assert {name for name in student.state_dict() if "steering" in name} == {
+        "steering.vector.weight", "steering.bias.weight",
+    }  # fmt: skip
+    other = replace(checkpoint, config={**checkpoint.config, "steering": "down"})
+    with pytest.raises(CheckpointError, match="steering must be one of up, after, conditional, not 'down'") as caught:
+        other.configure(DraftModelConfig)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_a_mechanism_does_not_fit() -> None:
+    """After the MLP any layer can be steered. A condition needs a norm before the attention."""
+    for architecture in ("phi3", "olmo2"):
+        student = student_of(architecture, {"steering": "after"})
+        assert student.steering is not None
+        rows, positions = torch.randn(1, 4, 48), torch.arange(1, 5)[None]
+        biases = [student.steering(torch.randn(1, 4, 144), positions) for _ in range(2)]
+        assert not torch.allclose(*(student(rows, one) for one in biases))
+    with pytest.raises(UnsupportedModelError) as caught:
+        student_of("olmo2", {"steering": "conditional"})
+    assert "layer 0 takes no conditional steering: Olmo2DecoderLayer has no input_layernorm" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_row_at_position_0_has_no_bias() -> None:

@@ -234,13 +234,14 @@ def test_options_that_no_graph_takes(build: Callable[..., object], options: dict
 
 
 def student_of(
-    folder: Path, verifier: Verifier, drafted: int = 0, states: tuple[str, ...] = STATES, seed: int = 5
+    folder: Path, verifier: Verifier, drafted: int = 0, states: tuple[str, ...] = STATES, seed: int = 5, **form: Any
 ) -> DraftModel:
     """Write a student's folder in 8 bits. Returns the student with its stored numbers.
 
     drafted: tokens of its draft vocabulary, every second one from 3 on; 0 for all.   states: that steer it.
+    form: fields of its configuration.
     """
-    config = configuration_of(load_config(verifier.checkpoint), VOCABULARY, (0, 1), drafted, states)
+    config = replace(configuration_of(load_config(verifier.checkpoint), VOCABULARY, (0, 1), drafted, states), **form)
     student, tokens = randomized(lambda: DraftModel(config), seed, 0.2), torch.arange(3, 3 + 2 * drafted, 2)
     identity, method = Identity.of(verifier.checkpoint), "steered" if states else "draft_model"
     save_drafter(folder, method, config, identity, student, counts(), {}, tokens if drafted else None, storage="int8")
@@ -272,12 +273,16 @@ def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(little_verif
         assert found[names.CANDIDATES][slot, 0, 0] == int(vocabulary[logits.argmax()])
 
 
-@pytest.fixture(scope="module")
+MECHANISMS = {("up", False): 48, ("up", True): 48, ("after", True): HIDDEN, ("conditional", True): HIDDEN}
+"""Mechanisms, with a norm of g or without, and the numbers of a layer that `steer` computes."""
+
+
+@pytest.fixture(scope="module", params=MECHANISMS, ids=lambda param: f"{param[0]}-{param[1]}")
 def steered(
-    little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory
+    little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[DraftModel, Path, ExportedDrafter]:
-    folder = tmp_path_factory.mktemp("steered")
-    student = student_of(folder / "student", little_verifier)
+    folder, (mechanism, norm) = tmp_path_factory.mktemp("steered"), request.param
+    student = student_of(folder / "student", little_verifier, steering=mechanism, steering_norm=norm)
     return student, *export_student(folder, little_verifier, SteeringBuild(precision="fp32"))
 
 
@@ -287,9 +292,10 @@ def test_graphs_compute_the_steered_modules_rows(
 ) -> None:
     """Rows of two sequences from positions 0 and 3, each with the hidden states of its own earlier position."""
     (student, folder, built), rows = steered, 7
-    shape = built.shape
-    assert (shape.hidden_states, shape.steering, shape.steps, shape.width, shape.nodes) == (STATES, 2 * 48, 8, 1, 9)
+    shape, size = built.shape, MECHANISMS[student.config.steering, student.config.steering_norm]
+    assert (shape.hidden_states, shape.steering, shape.steps, shape.width, shape.nodes) == (STATES, 2 * size, 8, 1, 9)
     assert own_weights(built) == set(student.state_dict())
+    assert len(built.weights) == len(student.state_dict()), "each weight is in one of the two graphs"
     slots, starts, last = (1, [3], [6]) if form == "single" else (2, [0, 3], [4, 6])
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(slots, rows, 2 * HIDDEN, generator=generator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from redraft.export.checkpoint.model_config import load_config
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, configuration_of
+from redraft.export.drafters.steering import Mechanism
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.decoder import DecoderDrafter
 from redraft.runtime.requests.request import Request
@@ -29,13 +30,15 @@ DRAFTED = len(WORDS) - 2
 """Tokens that `wide` drafts, from the second one on."""
 STATES = ("last", "0")
 """The verifier's hidden states that steer `sd2`: after the final norm, and after the first layer."""
+ABLATIONS: tuple[Mechanism, ...] = ("after", "conditional")
+"""Steered drafters of other mechanisms, with a norm of g."""
 
 
 def write_bundle(folder: Path) -> Path:
     """Build `folder`/engines from a checkpoint, next to its drafters.
 
     same: the verifier's own checkpoint.   narrow: its first layer.   wide: the same, with trees of DRAFTED tokens.
-    sd2:  both layers, steered.
+    sd2:  both layers, steered. `ABLATIONS` are the same with other mechanisms.
     """
     rope = dict(rope_type="default", rope_theta=10000.0)
     sizes = dict(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -44,29 +47,32 @@ def write_bundle(folder: Path) -> Path:
     write_tokenizer(folder / "verifier")
     write_student(folder / "student", verifier)
     write_student(folder / "part", verifier, DRAFTED)
-    write_student(folder / "sd2", verifier, steered=True)
+    write_student(folder / "sd2", verifier, steered="up")
+    for mechanism in ABLATIONS:
+        write_student(folder / mechanism, verifier, steered=mechanism)
     exact = {"precision": "fp32"}
     drafters = (
         DrafterBuild("same", str(folder / "verifier"), "draft_model", exact),
         DrafterBuild("narrow", str(folder / "student"), "draft_model", exact),
         DrafterBuild("wide", str(folder / "part"), "draft_model", {**exact, "width": 3, "nodes": 14, "steps": 6}),
-        DrafterBuild("sd2", str(folder / "sd2"), "steered", {**exact, "steps": STEPS}),
+        *(DrafterBuild(name, str(folder / name), "steered", {**exact, "steps": STEPS}) for name in ("sd2", *ABLATIONS)),
     )
     model = Model("little", str(verifier.path), verifier.path)
     build_bundle(model, BuildConfig(drafters=drafters), folder / "engines", {}, False, lambda message: None)
     return folder
 
 
-def write_student(folder: Path, verifier: Checkpoint, drafted: int = 0, steered: bool = False) -> None:
+def write_student(folder: Path, verifier: Checkpoint, drafted: int = 0, steered: Mechanism | None = None) -> None:
     """Write the verifier's first layer and final norm, with `drafted` tokens, or all for 0. If steered, both layers."""
     layers, states = ((0, 1), STATES) if steered else ((0,), ())
     config = configuration_of(load_config(verifier), len(WORDS), layers, drafted, states)
+    config = replace(config, steering=steered or "up", steering_norm=steered in ABLATIONS)
     student = DraftModel(config)
     whole = AutoModelForCausalLM.from_pretrained(verifier.path).state_dict()
     generator = torch.Generator().manual_seed(7)
     for name, tensor in student.state_dict().items():
         if name.startswith("steering."):  # changes each logit
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.15)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.15 + (name == "steering.norm.weight"))
         else:
             tensor.copy_(whole[name])
     tokens = torch.arange(1, 1 + drafted) if drafted else None
@@ -109,17 +115,19 @@ def watched(drafter: DecoderDrafter, patch: pytest.MonkeyPatch) -> list[Draft]:
 
 @dataclass
 class Rows:
-    """The logits of `sd2`'s training module, in one pass over a drafter's rows, each with the g that it was made with.
+    """The logits of a training module, in one pass over a drafter's rows, each with the g that it was made with.
 
-    tokens: of the rows.   sources: the position of the verifier's hidden states that steered each row, -1 for none.
+    name: of the drafter.   tokens: of the rows.
+    sources: the position of the verifier's hidden states that steered each row, -1 for none.
     """
 
     folder: Path
+    name: str = "sd2"
     tokens: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.student = open_student(self.folder / "sd2")
+        self.student = open_student(self.folder / self.name)
         self.verifier = AutoModelForCausalLM.from_pretrained(self.folder / "verifier").eval()
 
     @torch.no_grad()

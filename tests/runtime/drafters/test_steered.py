@@ -20,7 +20,7 @@ from tests.runtime.devices import opener
 from tests.runtime.drafters.test_rejection_drafts import FAR, chi_square
 from tests.runtime.fakes import fix_costs
 
-from .decoder_bundle import STEPS, Draft, Rows, drafter_of, open_student, watched
+from .decoder_bundle import ABLATIONS, STEPS, Draft, Rows, drafter_of, open_student, watched
 
 PROMPTS = [[5, 9, 3, 17, 12, 8], [1], [3 + number * number % 27 for number in range(90)]]
 CLOSE = 1e-4
@@ -56,11 +56,11 @@ def plain(folder: Path) -> dict[float, list[list[int]]]:
         return {t: [text.token_ids for text in runtime.generate(PROMPTS, params(t), "none")] for t in (0.0, 1.0)}
 
 
-def check(drafts: list[Draft], folder: Path) -> Counter[int]:
+def check(drafts: list[Draft], folder: Path, name: str = "sd2") -> Counter[int]:
     """Compare every draft's logits with training's. Returns how many tokens were accepted."""
     accepted: Counter[int] = Counter()
     for seq in {id(draft.seq): draft.seq for draft in drafts}.values():
-        rows, before, last = Rows(folder), list[int](), 0
+        rows, before, last = Rows(folder, name), list[int](), 0
         for draft in [draft for draft in drafts if draft.seq is seq]:
             drawn, count = draft.tree.tokens.tolist()[1:], draft.rows + 1  # the last drafted token may have a row
             if before:
@@ -126,6 +126,24 @@ def test_texts_are_the_verifiers_and_logits_those_of_training(
         runtime.generate(PROMPTS, params(HOT, 20, acceptance="rejection"), how)
     assert len({id(draft.seq) for draft in drafts}) == 3
     check(drafts, folder)
+
+
+@pytest.mark.parametrize("kind", ["host", "cpu"])
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_other_mechanisms_decode_as_they_were_trained(
+    name: str, kind: str, folder: Path, plain: dict[float, list[list[int]]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Texts are the verifier's, and kept rows have the steering that they were made with."""
+    way = SpeculationParams(name, budget=Budget(4, 4, 1))
+    with opener(kind, folder / "engines", tmp_path, monkeypatch)(3) as runtime:
+        for temperature, expected in plain.items():
+            found = runtime.generate(PROMPTS, params(temperature), way)
+            assert [text.token_ids for text in found] == expected
+            assert all(text.metrics.num_draft_tokens > 0 for text in found[1:])
+        drafts = watched(drafter_of(runtime, name), monkeypatch)
+        runtime.generate(PROMPTS, params(HOT, acceptance="rejection"), way)
+    assert len(check(drafts, folder, name)) > 2
 
 
 def test_drawn_drafts_leave_the_verifiers_distribution(folder: Path) -> None:

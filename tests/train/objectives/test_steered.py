@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from redraft.errors import UnsupportedModelError
+from redraft.errors import UnsupportedModelError, UsageError
 from redraft.export.drafters.decoder_drafter import configuration_of
 from redraft.train.batches import Batch
 from redraft.train.objectives import find_training
@@ -25,9 +27,9 @@ STATES = ("2", "1", "0")
 K = 3
 
 
-def objective_of(verifier: VerifierModel, **table: object) -> DraftModelObjective:
-    """A student of two of the verifier's layers, with random steering."""
-    config = configuration_of(verifier.config, verifier.vocab_size, (0, 2), 0, STATES)
+def objective_of(verifier: VerifierModel, form: dict[str, Any] | None = None, **table: object) -> DraftModelObjective:
+    """A student of two of the verifier's layers, with random steering.   form: fields of its configuration."""
+    config = replace(configuration_of(verifier.config, verifier.vocab_size, (0, 2), 0, STATES), **form or {})
     objective = DraftModelObjective(verifier.model, config, SteeringTable(**{"draft_length": K, **table}))
     start_from_layers(objective.drafter, verifier, ())
     assert objective.drafter.steering is not None
@@ -112,11 +114,34 @@ def test_depth_d_of_a_draft_has_offset_d() -> None:
     assert len(found) == DEPTHS
 
 
-def test_a_frozen_student_trains_its_steering_alone() -> None:
-    objective = objective_of(model_of("llama"), frozen=True)
+@pytest.mark.parametrize(
+    ("mechanism", "more"),
+    [
+        ("up", set()),
+        ("after", set()),
+        ("conditional", {f"{part}.{layer}.weight" for part in ("inner", "outer") for layer in (0, 1)}),
+    ],
+)
+def test_a_frozen_student_trains_its_steering_alone(mechanism: str, more: set[str]) -> None:
+    objective = objective_of(model_of("llama"), {"steering": mechanism, "steering_norm": True}, frozen=True)
     objective.loss(two_texts())[0].backward()
-    trained = {name for name, parameter in objective.named_parameters() if parameter.grad is not None}
-    assert trained == {"steering.vector.weight", "steering.bias.weight"}
+    trained = {name for name, p in objective.named_parameters() if p.grad is not None and p.grad.any()}
+    names = {"vector.weight", "norm.weight", "norm.bias", "bias.weight", *more}
+    assert trained == {f"steering.{name}" for name in names}
+
+
+def test_a_recipe_has_the_authors_norm_and_may_leave_it_out() -> None:
+    def form(**drafter: Any) -> tuple[str, bool]:
+        config = TRAINING.configure(TRAINING.recipe.from_dict({"drafter": drafter}), model_of("llama"))
+        return config.steering, config.steering_norm
+
+    assert form() == ("up", True)
+    assert form(steering="conditional", steering_norm=False) == ("conditional", False)
+    with pytest.raises(
+        UsageError, match=r"drafter\.steering must be one of up, after, conditional, not 'down'"
+    ) as caught:
+        form(steering="down")
+    assert "\n" not in str(caught.value)
 
 
 def test_by_default_the_paper_s_hidden_states_steer_a_student() -> None:
