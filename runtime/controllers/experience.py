@@ -29,7 +29,7 @@ _CREDIT = 1.0625
 """Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
 _PRIOR = 6
 """A method's experience with other texts counts in a request's gate as so many of its own steps. If it counted as much
-as in its rate, a text that speculation cannot serve would lose a tenth of its time until that is known (docs/log.md)."""
+as in its rate, a text that speculation cannot serve would lose a tenth of its time before it shows (docs/log.md)."""
 LONGEST_PAUSE, _LONGER = 81, 3
 """Plain steps, at most, between two attempts while speculation does not pay, and how many times as long each pause is
 as the one before. After an attempt that paid it is as many times shorter."""
