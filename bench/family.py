@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -48,17 +49,19 @@ _FIXED = "{} fixed"
 Json = dict[str, Any]
 
 
-def train(comparison: str, verifier: str, sources: Mapping[str, str], texts: Path | None, out: Path) -> list[Json]:
-    """Train all runs of a comparison at their best rates. Returns a record for each run, with its drafter's folder.
+def train(
+    comparison: str, runs: Sequence[str], verifier: str, sources: Mapping[str, str], texts: Path | None, out: Path
+) -> list[Json]:
+    """Train runs of a comparison at their best rates, all if none is named. Returns a record for each.
 
-    Runs in a process of its own, since it imports torch. Raises as `train_all`.
+    It belongs into a process of its own, since it imports torch. Raises as `train_all`.
     """
     from redraft.assembly.models import find_checkpoint
-    from redraft.train.compare import CompareRecipe, train_all
+    from redraft.train.compare import CompareRecipe, chosen, train_all
     from redraft.train.publish import publish_drafter
     from redraft.train.verifier_model import fast_dtype
 
-    recipe = CompareRecipe.load(comparison)
+    recipe = chosen(CompareRecipe.load(comparison), runs, ())
     folder = Path(verifier)
     checkpoint = folder if folder.is_dir() else find_checkpoint(verifier, _report)
 
@@ -75,17 +78,22 @@ def train(comparison: str, verifier: str, sources: Mapping[str, str], texts: Pat
     records = []
     for name, table in best.runs.items():
         own = [result for result in results if result.name == name]
-        drafter = out / "drafters" / name
-        if not (drafter / "config.json").exists():
-            publish_drafter(out / f"{name}.{best.seeds[0]}", drafter)
+        word = _word(name)
+        drafter = out / "drafters" / word
+        publish_drafter(out / f"{name}.{best.seeds[0]}", drafter)
         tokens = [result.mean_tokens for result in own]
         records.append({
-            "name": table.decoded_by or table.method, "run": name, "drafter": str(drafter), "rate": table.lr,
-            "seeds": len(own), "parameters": own[0].parameters, "tokens": own[0].tokens,
+            "name": word, "run": name, "drafter": str(drafter), "method": table.decoded_by or table.method,
+            "rate": best.recipe_of(name, best.seeds[0]).lr, "seeds": len(own), "parameters": own[0].parameters, "tokens": own[0].tokens,
             "minutes": round(fmean(result.seconds for result in own) / 60, 1),
             "chain_tokens": {"mean": fmean(tokens), "least": min(tokens), "most": max(tokens)},
         })  # fmt: skip
     return records
+
+
+def _word(name: str) -> str:
+    """Return a run's name as a drafter's."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def build(verifier: str, records: Sequence[Json], precision: str, out: Path) -> Path:
@@ -93,7 +101,7 @@ def build(verifier: str, records: Sequence[Json], precision: str, out: Path) -> 
     from redraft.assembly.bundle import build_bundles
     from redraft.assembly.options import BuildRequest
 
-    drafters = tuple(f"{record['name']}={record['drafter']}" for record in records)
+    drafters = tuple(f"{record['name']}={record['drafter']},method={record['method']}" for record in records)
     request = BuildRequest(verifier, out / f"engines-{precision}", precision=precision, drafters=drafters, texts={})
     (built,) = build_bundles(request, lambda message: None)
     return built.out
@@ -191,6 +199,12 @@ def main() -> None:
     parser.add_argument("--verifier", required=True, help="as MODEL of `redraft build`")
     parser.add_argument("--texts", type=Path, help="a folder of `redraft train text` or `states`, instead of --data")
     parser.add_argument("--data", action="append", default=[], help="KIND=SOURCE, once for each kind")
+    parser.add_argument(
+        "--runs",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        help="some of the comparison's, separated by commas",
+    )
     parser.add_argument("--out", type=Path, required=True, help="texts, runs, drafters, bundles and figures")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--limit", type=int, help="at most this many prompts of each kind")
@@ -210,7 +224,8 @@ def main() -> None:
     settings, prompts = Settings(params, chat=asked.chat), load_prompts(asked.prompts, asked.limit)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
         sources = parse_sources(asked.data)
-        records = other.submit(train, asked.comparison, asked.verifier, sources, asked.texts, asked.out).result()
+        training = train, asked.comparison, asked.runs, asked.verifier, sources, asked.texts, asked.out
+        records = other.submit(*training).result()
         bundles = {
             precision: other.submit(build, asked.verifier, records, precision, asked.out).result()
             for precision in asked.precision.split(",")
