@@ -82,12 +82,20 @@ def train(
         drafter = out / "drafters" / word
         publish_drafter(out / f"{name}.{best.seeds[0]}", drafter)
         tokens = [result.mean_tokens for result in own]
-        records.append({
-            "name": word, "run": name, "drafter": str(drafter), "method": table.decoded_by or table.method,
-            "rate": best.recipe_of(name, best.seeds[0]).lr, "seeds": len(own), "parameters": own[0].parameters, "tokens": own[0].tokens,
-            "minutes": round(fmean(result.seconds for result in own) / 60, 1),
-            "chain_tokens": {"mean": fmean(tokens), "least": min(tokens), "most": max(tokens)},
-        })  # fmt: skip
+        records.append(
+            {
+                "name": word,
+                "run": name,
+                "drafter": str(drafter),
+                "method": table.decoded_by or table.method,
+                "rate": best.recipe_of(name, best.seeds[0]).lr,
+                "seeds": len(own),
+                "parameters": own[0].parameters,
+                "tokens": own[0].tokens,
+                "minutes": round(fmean(result.seconds for result in own) / 60, 1),
+                "chain_tokens": {"mean": fmean(tokens), "least": min(tokens), "most": max(tokens)},
+            }
+        )
     return records
 
 
@@ -199,12 +207,7 @@ def main() -> None:
     parser.add_argument("--verifier", required=True, help="as MODEL of `redraft build`")
     parser.add_argument("--texts", type=Path, help="a folder of `redraft train text` or `states`, instead of --data")
     parser.add_argument("--data", action="append", default=[], help="KIND=SOURCE, once for each kind")
-    parser.add_argument(
-        "--runs",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        help="some of the comparison's, separated by commas",
-    )
+    parser.add_argument("--runs", default="", help="some of the comparison's, separated by commas")
     parser.add_argument("--out", type=Path, required=True, help="texts, runs, drafters, bundles and figures")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--limit", type=int, help="at most this many prompts of each kind")
@@ -224,7 +227,15 @@ def main() -> None:
     settings, prompts = Settings(params, chat=asked.chat), load_prompts(asked.prompts, asked.limit)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
         sources = parse_sources(asked.data)
-        training = train, asked.comparison, asked.runs, asked.verifier, sources, asked.texts, asked.out
+        training = (
+            train,
+            asked.comparison,
+            [name for name in asked.runs.split(",") if name],
+            asked.verifier,
+            sources,
+            asked.texts,
+            asked.out,
+        )
         records = other.submit(*training).result()
         bundles = {
             precision: other.submit(build, asked.verifier, records, precision, asked.out).result()

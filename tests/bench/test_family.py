@@ -123,10 +123,8 @@ def test_a_family_is_trained_built_and_measured(
     family.main()
     found = json.loads(capsys.readouterr().out)
     (record,) = found["runs"]
-    assert (record["run"], record["name"]) in (
-        ("eagle at 0.001", "eagle-at-0-001"),
-        ("eagle at 0.003", "eagle-at-0-003"),
-    )
+    assert record["run"] in ("eagle at 0.001", "eagle at 0.003")
+    assert record["name"] == record["run"].replace(" ", "-").replace(".", "-")
     assert (record["method"], record["rate"]) == ("eagle2", float(record["run"].split()[-1]))
     assert found["measured"]["fp32"]["differing_outputs"] == 0
     assert found["measured"]["fp32"]["all"][record["name"]]["tau"] >= 1
