@@ -130,10 +130,10 @@ check-tensorrt: install-dev
 
 # A server of BUNDLE against real clients, each in an environment of its own (build/clients, 1.6 GB), schemathesis among
 # them, then against a load of SOAK minutes, one in which KILLS replicas are killed, and one in which its application on Ray
-# Serve changes, to OTHER among others; then a batch job on Ray Data; and its page in Chromium, which must be there. The
+# Serve changes, to the bundle OTHER among others; then a batch job on Ray Data; and its page in Chromium, which must be there. The
 # embedded model gets a chat template with tools.
 BUNDLE ?= build/engines/tiny
-OTHER ?= build/engines/tiny-int8
+OTHER ?= $(if $(filter build/engines/tiny,$(BUNDLE)),build/engines/tiny-int8)
 SOAK ?= 0.5
 KILLS ?= 20
 check-serving: install-dev
@@ -147,7 +147,7 @@ endif
 	  $(if $(filter build/engines/tiny,$(BUNDLE)),--chat-template tests/clients/tools.jinja)
 	$(MAKE) soak BUNDLE=$(BUNDLE) MINUTES=$(SOAK)
 	$(BIN)/python -m redraft.bench.failover --engines $(BUNDLE) --kills $(KILLS)
-	$(BIN)/python -m redraft.bench.rollout --engines $(BUNDLE) --other $(OTHER)
+	$(if $(OTHER),$(BIN)/python -m redraft.bench.rollout --engines $(BUNDLE) --other $(OTHER))
 	$(BIN)/python -m pytest tests/examples/test_ray_batch.py
 	$(BIN)/python -m pytest -m browser tests/runtime/server
 

@@ -8,9 +8,12 @@ which was killed continues.
 
 Each method has two figures, both over outputs that do not loop (and over all of them):
 
-tau     tokens of a step that drafted, with the whole tree that the drafter was built for at every step and no
-        controller. This is what the papers report.
+tau     tokens of a step that drafted, with the whole tree that the drafter was built for and no controller. This is
+        what the papers report. Lyanna resamples in place of drafting where it can, as its method is.
 speed   times plain decoding's, with the default controller. This is what users get.
+
+Both are of the first seed's drafters; `chain_tokens` is of all seeds: tokens of a step with chains of the depth that
+acceptance is measured to for every method, on held-out text.
 
 Methods take turns on every prompt. Intervals are paired bootstraps over prompts; `tau_over_base` and `speed_over_base`
 compare with the recipe's first run. A method is ahead of another one only if its interval is.
@@ -31,7 +34,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from redraft.bench.command import as_json, budget, markdown_table, one_line_errors
-from redraft.bench.compare import Run, Settings, Totals, by_kind, compare, times_as_fast
+from redraft.bench.compare import Run, Settings, by_kind, compare, times_as_fast, totals_of
 from redraft.bench.environment import environment
 from redraft.bench.prompts import ALL, BenchPrompt, load_prompts
 from redraft.bench.statistics import Speedup, Timing, interval_text, speedup
@@ -80,12 +83,14 @@ def train(
         own = [result for result in results if result.name == name]
         word = _word(name)
         drafter = out / "drafters" / word
+        depth = min(len(shares) for result in results for shares in result.acceptance.values())
         publish_drafter(out / f"{name}.{best.seeds[0]}", drafter)
-        tokens = [result.mean_tokens for result in own]
+        tokens = [result.tokens_of(depth) for result in own]
         records.append(
             {
                 "name": word,
                 "run": name,
+                "build": table.build,
                 "drafter": str(drafter),
                 "method": table.decoded_by or table.method,
                 "rate": best.recipe_of(name, best.seeds[0]).lr,
@@ -93,7 +98,7 @@ def train(
                 "parameters": own[0].parameters,
                 "tokens": own[0].tokens,
                 "minutes": round(fmean(result.seconds for result in own) / 60, 1),
-                "chain_tokens": {"mean": fmean(tokens), "least": min(tokens), "most": max(tokens)},
+                "chain_tokens": {"depth": depth, "mean": fmean(tokens), "least": min(tokens), "most": max(tokens)},
             }
         )
     return records
@@ -109,7 +114,10 @@ def build(verifier: str, records: Sequence[Json], precision: str, out: Path) -> 
     from redraft.assembly.bundle import build_bundles
     from redraft.assembly.options import BuildRequest
 
-    drafters = tuple(f"{record['name']}={record['drafter']},method={record['method']}" for record in records)
+    drafters = tuple(
+        ",".join(filter(None, (f"{one['name']}={one['drafter']}", f"method={one['method']}", one["build"])))
+        for one in records
+    )
     request = BuildRequest(verifier, out / f"engines-{precision}", precision=precision, drafters=drafters, texts={})
     (built,) = build_bundles(request, lambda message: None)
     return built.out
@@ -148,15 +156,15 @@ def figures(runs: Sequence[Run], names: Sequence[str]) -> Json:
 
 def _figures(runs: Sequence[Run], name: str, base: str) -> Json:
     timed = [run for run in runs if run.timed]
+    if not timed:
+        return {"prompts": 0}
+    fixed = totals_of(timed, _FIXED.format(name))
     drafting = [run for run in timed if all(_steps(run, one).seconds for one in (name, base))]
-    if not drafting:
-        return {"prompts": len(timed)}
-    fixed = Totals.of(run.generations[_FIXED.format(name)] for run in timed)
+    tau = {"tau": 1 + fixed.accepted / fixed.drafts, "drafted": fixed.draft_length} if fixed.drafts else {}
     return {
         "prompts": len(timed),
-        "tau": 1 + fixed.accepted / fixed.drafts,
-        "drafted": fixed.draft_length,
-        "tau_over_base": _ratio(_tau_over(drafting, name, base)),
+        **tau,
+        **({"tau_over_base": _ratio(_tau_over(drafting, name, base))} if drafting else {}),
         "fixed_speed": _ratio(times_as_fast(timed, [_FIXED.format(name)])),
         "speed": _ratio(times_as_fast(timed, [name])),
         "speed_over_base": _ratio(times_as_fast(timed, [name], [base])),
@@ -179,7 +187,8 @@ def _ratio(found: Speedup) -> Json:
 
 def table(records: Sequence[Json], measured: Mapping[str, Json]) -> str:
     """Return the figures of all bundles as a table of Markdown."""
-    rows = [["method", "parameters", "tokens", "minutes", "chain tokens, seeds"]]
+    depth = records[0]["chain_tokens"]["depth"]
+    rows = [["method", "parameters", "tokens", "minutes", f"chains of {depth}, seeds"]]
     for precision in measured:
         rows[0] += [f"{precision}: τ", "over the first", "speed", "least kind"]
     for record in records:
@@ -190,14 +199,18 @@ def table(records: Sequence[Json], measured: Mapping[str, Json]) -> str:
         ]  # fmt: skip
         for found in measured.values():
             own = found["not_looping"][record["name"]]
-            least = min((each[record["name"]]["speed"]["ratio"], kind) for kind, each in found["kinds"].items())
-            row += [f"{own['tau']:.2f}", _text(own["tau_over_base"]), _text(own["speed"]), f"{least[0]:.2f} {least[1]}"]
+            kinds = {kind: each[record["name"]].get("speed") for kind, each in found["kinds"].items()}
+            least = min([(speed["ratio"], kind) for kind, speed in kinds.items() if speed], default=None)
+            row += [
+                f"{own['tau']:.2f}" if "tau" in own else "-", _text(own.get("tau_over_base")), _text(own.get("speed")),
+                f"{least[0]:.2f} {least[1]}" if least else "-",
+            ]  # fmt: skip
         rows.append(row)
     return markdown_table(rows)
 
 
-def _text(found: Json) -> str:
-    return f"{found['ratio']:.2f} ({interval_text(found['interval'])})"
+def _text(found: Json | None) -> str:
+    return "-" if found is None else f"{found['ratio']:.2f} ({interval_text(found['interval'])})"
 
 
 def main() -> None:

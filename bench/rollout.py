@@ -63,6 +63,8 @@ def rollout(bundle: Path, other: Path, clients: int, count: int, calls: int, rep
         with serving(folder, MODEL) as server:
             requests = requests or requests_of(MODEL, count, 0, 48)
             answers.append(oracle(server.url, requests))
+    if answers[0][0].build == answers[1][0].build:
+        raise UsageError(f"{bundle} and {other} are one build", "give bundles of two precisions")
     ray = required_ray()
     ray.init(
         "local", num_cpus=len(os.sched_getaffinity(0)) + _SPARE_PROCESSORS, include_dashboard=False,
@@ -93,8 +95,11 @@ def _changes(
 
     def build_of() -> str | None:
         choices = Choices()
-        with Client(url) as client:
-            choices.add(client.ask(requests[0].path, requests[0].fields))
+        try:
+            with Client(url) as client:
+                choices.add(client.ask(requests[0].path, requests[0].fields))
+        except BackendError:
+            return None
         return choices.build
 
     def change(stage: str, bundle: Path, is_done: Callable[[], bool], **more: Any) -> None:
@@ -129,7 +134,7 @@ def _changes(
             checks["idle"] = not any(wait_until_idle(client).values())
             lost = figure(client.get("/metrics"), "replica_calls_lost_total")
         process.send_signal(signal.SIGINT)
-        checks["end"] = process.wait(_WAIT_SECONDS) == 0 and _until(lambda: not _replicas())
+        checks["end"] = _until(lambda: process.poll() is not None and not _replicas()) and not process.returncode
     counts = {name: load.tally.counts[name] for name in ("answers", "left", "refused", "different", "errors")}
     checks["texts"] = bool(counts["answers"]) and not (counts["different"] or counts["errors"])
     return {

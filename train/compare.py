@@ -40,7 +40,7 @@ class RunTable:
 
     drafter:  settings of its recipe's table that are not the method's own.   lr: its rate, if not the recipe's.
     schedule: its recipe, if not the comparison's.   start: an earlier run whose weights it begins with.
-    decoded_by: the method that decodes with its drafter, if it is another one.
+    decoded_by: the method that decodes with its drafter, if it is another one.   build: options of its build.
     """
 
     method: str
@@ -49,6 +49,7 @@ class RunTable:
     schedule: str = ""
     start: str = ""
     decoded_by: str = ""
+    build: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class CompareRecipe:
             raise UsageError("a comparison needs runs, and seeds that are all different")
         if self.steps < 0:
             raise UsageError(f"steps must be 0 or more, not {self.steps}")
+        if min((*self.rates, 1.0)) <= 0 or len(set(self.rates)) < len(self.rates):
+            raise UsageError(f"rates must be positive and all different, not {list(self.rates)}")
         before = {""}
         for name, run in self.runs.items():
             if not name or "/" in name or name.startswith("."):
@@ -117,6 +120,8 @@ class CompareRecipe:
         recipe: DrafterRecipe = find_training(run.method).recipe.from_dict({**values, "drafter": table}, source)
         if recipe.method != run.method:
             raise UsageError(f"the schedule {schedule} is for {recipe.method}, not {run.method}")
+        if run.lr and recipe.optimizer == "muon":
+            raise UsageError(f"the run {name!r} has a rate, but its schedule's optimizer, muon, has rates of its own")
         return replace(recipe.with_options(self.steps or None, seed), lr=run.lr or recipe.lr)
 
     def at_every_rate(self) -> CompareRecipe:

@@ -52,6 +52,10 @@ class Result:
         """The mean of `chain_tokens` over kinds."""
         return fmean(self.chain_tokens.values())
 
+    def tokens_of(self, depth: int) -> float:
+        """Return the same for chains of at most so many drafted tokens."""
+        return fmean(_chain_tokens({kind: found[:depth] for kind, found in self.acceptance.items()}).values())
+
 
 def is_finished(folder: Path) -> bool:
     """Return True if a run has trained and measured its last step."""

@@ -148,7 +148,7 @@ class Distillation(nn.Module, ABC):
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [..., n] in the head's type, times the model's scale of logits."""
-        scaled: torch.Tensor = hidden.to(self.head.dtype) * self._logit_scale
+        scaled: torch.Tensor = hidden.to(self._head[0].dtype) * self._logit_scale
         return scaled
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -168,8 +168,14 @@ class TrainedDrafter:
             )
 
     def begin(self, drafter: nn.Module, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
-        """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.training.Start`."""
-        drafter.load_state_dict(self.module.state_dict(), strict=False)
+        """Copy its weights. Those that it lacks keep their values. It is a `redraft.train.training.Start`.
+
+        So does a head of its own for a draft vocabulary, which may have other tokens than this drafter's.
+        """
+        weights = self.module.state_dict()
+        if self.config.draft_vocab_size or drafter.config.draft_vocab_size:  # type: ignore[union-attr]
+            weights.pop("head.weight", None)
+        drafter.load_state_dict(weights, strict=False)
 
 
 def _first_difference(key: str, found: Any, wanted: Any) -> tuple[str, Any, Any]:

@@ -107,7 +107,8 @@ def _factors(
         weight = np.delete(vocabulary.counts, tokens) + 1.0
         left = np.concatenate([left, (others / weight.sum()).astype(np.float32)[None]])
     if hot is not None:
-        left[~np.isin(np.arange(len(left)), np.searchsorted(vocabulary.columns, hot))] = 0
+        left[: len(tokens)][~np.isin(vocabulary.columns, hot)] = 0
+        left[len(tokens) :] = 0  # the row of all others
     return left, np.ascontiguousarray((up * gain[:, None]).T)
 
 

@@ -53,5 +53,6 @@ class LengthController(BudgetController):
         request, tree = step.request, step.tree
         if step.plan.kind in (OfferKind.FRESH, OfferKind.UNION, OfferKind.LOOKUP) and len(tree) > 1:
             levels = max(depths_of(tree.parents.tolist()))
-            room = step.plan.limits.budget.depth
+            limit = step.plan.limits.budget
+            room = min(limit.depth, limit.nodes)
             request.control = self._rule.update(self._average(request), levels, accepted, room)

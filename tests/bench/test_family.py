@@ -55,13 +55,19 @@ def test_a_text_that_differs_is_counted() -> None:
 def test_a_method_that_never_drafted_has_no_figures() -> None:
     silent = {**run(0).generations, "other fixed": make_generation(80.0, 6, drafts=0)}
     found = family.figures([make_run(0, "a", **silent)], ["base", "other"])["not_looping"]
-    assert found["other"] == {"prompts": 1}
+    assert found["other"].keys() == {"prompts", "fixed_speed", "speed", "speed_over_base"}
+    record = {"run": "other", "name": "other", "parameters": 1, "tokens": 1, "minutes": 0,
+              "chain_tokens": {"depth": 3, "mean": 1.0, "least": 1.0, "most": 1.0}}  # fmt: skip
+    short = {**run(0).generations, "other": make_generation(tokens=(1,) * 4)}
+    for some in ([make_run(0, "a", **silent)], [make_run(0, "a", **short)], [run(0, tokens=LOOP)]):
+        measured = {"fp32": family.figures(some, ["base", "other"])}
+        assert "| - |" in family.table([record], measured)
 
 
 def test_the_table_says_what_each_method_was_given() -> None:
     records = [
         {"name": name, "run": f"{name} at 0.001", "parameters": 1_840_000, "tokens": 327_680, "minutes": 2.5,
-         "chain_tokens": {"mean": 3.0, "least": 2.9, "most": 3.1}}
+         "chain_tokens": {"depth": 3, "mean": 3.0, "least": 2.9, "most": 3.1}}
         for name in ("base", "other")
     ]  # fmt: skip
     found = family.figures([run(number, "ab"[number % 2]) for number in range(6)], ["base", "other"])

@@ -41,11 +41,12 @@ def test_only_fresh_and_looked_up_drafts_change_the_next_length() -> None:
     assert (controller.length(seq), controller.length(other)) == (5, 4)
 
 
-def test_a_draft_that_the_room_cut_short_is_no_rejection() -> None:
-    """With three tokens to go, a draft has two: both were accepted."""
-    controller, seq = LengthController(GammaTune(gamma=6, eta=0.5, delta=2)), sequence(limit=4)
-    limits = StepLimits(fit(controller.budget(seq), seq, 100))
-    assert limits.budget.depth == 2
+@pytest.mark.parametrize(("limit", "rows"), [(4, 100), (99, 3)])
+def test_a_draft_that_the_room_cut_short_is_no_rejection(limit: int, rows: int) -> None:
+    """With three tokens to go, or three rows, a draft has two: both were accepted."""
+    controller, seq = LengthController(GammaTune(gamma=6, eta=0.5, delta=2)), sequence(limit=limit)
+    limits = StepLimits(fit(controller.budget(seq), seq, rows))
+    assert min(limits.budget.depth, limits.budget.nodes) == 2
     taken, tree = replace(planned(controller, seq), limits=limits), chain(0.9, 0.9)
     observe(controller, seq, taken, tree, outcome(tree, 2))
     assert controller.length(seq) == 6

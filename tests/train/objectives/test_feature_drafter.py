@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives import METHODS, find_training
 from redraft.train.objectives.feature_drafter import MEASURED, FeatureObjective, FeatureTable
 from redraft.train.states import run_verifier
+from redraft.train.trained_drafter import TrainedDrafter
 
 from .by_hand import ExplicitAttention, check_loss, some_tokens, texts, token_loss
 
@@ -269,6 +271,17 @@ def test_a_shared_recipe_leaves_each_method_its_own_loss(name, shared):
     assert replace(found.drafter, init=own.drafter.init, draft_vocabulary=0) == own.drafter
     losses = {other: find_training(other).recipe().drafter for other in FAMILY}
     assert sum(table == own.drafter for table in losses.values()) <= 2  # EAGLE's and FSPAD's are the same
+
+
+@pytest.mark.parametrize(("before", "size"), [(150, 120), (150, 150), (0, 0)])
+def test_a_head_of_its_own_begins_with_that_of_another_drafter_only_if_it_has_all_tokens(verifier, before, size):
+    training = find_training("eagle3")
+    shapes = [training.configuration(training.table(draft_vocabulary=one), verifier) for one in (before, size)]
+    old, new = (training.loss.module(shape) for shape in shapes)
+    own = new.head.weight.clone()
+    TrainedDrafter(Path("old"), training, shapes[0], old, verifier.identity).begin(new, verifier, [])
+    assert torch.equal(new.head.weight, own if before else old.head.weight)
+    assert torch.equal(new.features.weight, old.features.weight)
 
 
 def test_a_loss_of_features_needs_a_feature_with_the_norm(verifier):
