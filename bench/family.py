@@ -232,10 +232,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="to decode with")
     parser.add_argument("--markdown", action="store_true", help="print a table")
     asked = parser.parse_args()
+    from redraft.assembly.options import parse_precisions
     from redraft.train.data import parse_sources
 
     if bool(asked.texts) == bool(asked.data):
         raise UsageError("the texts come from --texts or from --data", "give one of them")
+    parse_precisions(asked.precision)  # before anything slow
     params = SamplingParams(temperature=asked.temperature, max_tokens=asked.max_new_tokens, seed=0)
     settings, prompts = Settings(params, chat=asked.chat), load_prompts(asked.prompts, asked.limit)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
