@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 MAX_DEPTH = 16
 _SHARE = 16
 """Drafts that share the price of rows that waited."""
-LONGEST_DELAY = 32
-"""Steps, at most, between two fresh drafts while they do not pay."""
+LONGEST_PAUSE = 32
+"""Plain steps, at most, between two attempts while speculation does not pay."""
 _LEARN = 1 / 8
+_TOLERANCE = 0.99
 _FEW = 4
 """A draft that decides whether to continue uses the mean cost of its first few nodes."""
 _SURE = 0.9
@@ -63,13 +64,12 @@ class Adaptive(Controller):
     does not pay, the next one is delayed, and the delay doubles each time. A drafter that can stop inside a draft ends
     it where a node's joint probability no longer pays for one more level of drafting and verification.
 
-    Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included.
-    The pause is one step at first, and three times as long each time. A step after a pause counts more than others,
-    as such steps are few, and so do a request's first steps. In a batch, a request pays for what it adds to the
-    plain call: its rows, its lookup, its part of a draft. It pays B times that for B sequences, since all of them
-    wait. A batch has an `Account` of its gains: without it, many requests that each lose a little, and learn it
-    each, would lose too much. While it is empty, all steps are plain. One that is alone where others can join has
-    an account too: it may end before it has learned.
+    Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
+    pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
+    few. In a batch, a request pays for what it adds to the plain call: its rows, its lookup, its part of a draft. It
+    pays B times that for B sequences, since all of them wait. A batch has an `Account` of its gains: without it, many
+    requests that each lose a little, and learn it each, would lose too much. While it is empty, all steps are plain.
+    One that is alone where others can join has an account too: it may end before it has learned.
     A new request starts with its method's experience, and a new method with some credit.
     """
 
@@ -114,8 +114,7 @@ class Adaptive(Controller):
         for step in batch.steps:
             state = self._methods.state_of(step.request)
             state.weighed, state.probed, state.together, state.tried = None, False, None, False
-            gate = state.gate
-            gate.waiting, pauses = max(gate.waiting - 1, 0), closed or gate.waiting > 0
+            state.waiting, pauses = max(state.waiting - 1, 0), closed or state.waiting > 0
             limits, offers = batch.ask(step, NO_SPECULATION if pauses else self._full)
             if limits is not NO_TREE:
                 asked.append((step, state, limits, offers))
@@ -312,7 +311,7 @@ class Adaptive(Controller):
             if call[1] is OfferKind.FRESH:
                 pays = sum([max(more, 0.0) for _, more in users]) > self._rate * self._costs.call_ms(call, len(users))
                 state, more = users[0]
-                longest = LONGEST_DELAY * (2 if self._shared else 1)
+                longest = LONGEST_PAUSE * (2 if self._shared else 1)
                 self._tries(state).made(pays and (more > 0 or self._shared), longest)
 
     def explain(self, request: Request) -> Choice | None:
@@ -366,11 +365,15 @@ class Adaptive(Controller):
             else:
                 self._methods.depths(key, state.noise).observe(made, outcome.tokens)
             state.made = None
-        tokens = len(outcome.path) + 1
+        experience, tokens = state.experience, len(outcome.path) + 1
         if not state.probed:
-            state.experience.update(tokens, plain_steps, _LEARN if state.gate.pause > 1 else FAST)
+            experience.update(tokens, plain_steps, _LEARN if state.pause > 1 else FAST)
             state.method.experience.update(tokens, plain_steps, SLOW)
-        state.gate.learn(tokens, plain_steps, not state.probed)
+        if experience.tokens < _TOLERANCE * experience.plain_steps:
+            state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
+            state.waiting = state.pause
+        else:
+            state.pause = 0
 
 
 def _nodes(steps: Sequence[RequestStep]) -> int:

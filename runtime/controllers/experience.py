@@ -27,13 +27,6 @@ MOST_METHODS = 256
 """Methods and kinds of noise, kinds of calls, and mixes of methods in a batch, whose statistics are kept."""
 _CREDIT = 1.0625
 """Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
-_PRIOR = 6
-"""A method's experience with other texts counts in a request's gate as so many of its own steps. If it counted as much
-as in its rate, a text that speculation cannot serve would lose a tenth of its time before it shows (docs/log.md)."""
-LONGEST_PAUSE, _LONGER = 81, 3
-"""Plain steps, at most, between two attempts while speculation does not pay, and how many times as long each pause is
-as the one before. After an attempt that paid it is as many times shorter."""
-_LEARN, _TOLERANCE = 1 / 8, 0.99
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _PREMIUM, _MARGIN, _FIRST_BALANCE, _MOST_SAVED, _MOST_OWED = 0.005, 0.01, 1.0, 8.0, 1.0
 """Of a batch's account, in plain steps: the premium of a plain step, the least gain of a speculative one, and the first
@@ -58,32 +51,6 @@ class Experience:
         """Move the means by `weight` towards one step."""
         self.tokens += weight * (tokens - self.tokens)
         self.plain_steps += weight * (plain_steps - self.plain_steps)
-
-
-@dataclass(slots=True)
-class Gate:
-    """Running means of a request, by which it pauses. They forget what it began with sooner than its experience does.
-
-    steps: of the request.   waiting: steps still to pause.   pause: length of the latest pause.
-    """
-
-    known: Experience
-    steps: int = 0
-    waiting: int = 0
-    pause: int = 0
-
-    def learn(self, tokens: int, plain_steps: float, counts: bool) -> None:
-        """Take a speculative step, and begin a pause if steps bring too little.   counts: False to leave it out."""
-        if counts:
-            self.steps += 1
-            weight = _LEARN if self.pause > 1 else FAST
-            self.known.update(tokens, plain_steps, max(weight, 1 / (self.steps + _PRIOR)))
-        if self.known.tokens < _TOLERANCE * self.known.plain_steps:
-            pays = tokens >= plain_steps
-            self.pause = max(self.pause // _LONGER if pays else min(_LONGER * self.pause, LONGEST_PAUSE), 1)
-            self.waiting = self.pause
-        else:
-            self.pause = 0
 
 
 @dataclass(slots=True)
@@ -206,18 +173,17 @@ class MethodRecord:
 class ControllerState:
     """The controller's state of one sequence.
 
-    gate:     decides whether it pauses.   method: the record of its method.
-    noise:    the kind of noise of its drafts' candidates.
+    method:   the record of its method.   noise: the kind of noise of its drafts' candidates.
     gain:     gains by offer as in `MethodRecord`, learned from its own steps.
     ready:    number of this step's ready nodes that are worth verifying, and their gain.
     made:     the tree that a drafter made for this step, for `observe`.
     rate, gains, tried, probed, together, least: fields of this step's `Choice`.   weighed: its found, whole and shares.
     shares:   probability of each node after the root to be accepted in this step, by `ranked_shares`.
+    waiting:  steps still to pause.   pause: length of the latest pause.
     tries:    of fresh drafts that no other request can wait for.
     """
 
     experience: Experience
-    gate: Gate
     method: MethodRecord
     noise: NoiseKind
     gain: dict[OfferKey, float]
@@ -231,6 +197,8 @@ class ControllerState:
     together: Together | None = None
     least: int = 0
     weighed: tuple[Tree, Tree, Sequence[float] | None] | None = None
+    waiting: int = 0
+    pause: int = 0
     tries: Tries = field(default_factory=Tries)
 
 
@@ -289,8 +257,7 @@ class MethodStatistics:
             noise = request.noise.kind
             record = self.record(request.speculation.method, noise)
             known = record.experience
-            own, gate = (Experience(known.tokens, known.plain_steps) for _ in range(2))
-            state = ControllerState(own, Gate(gate), record, noise, dict(record.gain))
+            state = ControllerState(Experience(known.tokens, known.plain_steps), record, noise, dict(record.gain))
             request.control = state
         return state
 

@@ -10,9 +10,8 @@ from itertools import pairwise
 import pytest
 
 from redraft.noise_spec import COUPLED, DRAWN
-from redraft.runtime.controllers.adaptive import MAX_DEPTH, Adaptive
+from redraft.runtime.controllers.adaptive import LONGEST_PAUSE, MAX_DEPTH, Adaptive
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
-from redraft.runtime.controllers.experience import LONGEST_PAUSE
 from redraft.runtime.requests.request import Request
 from redraft.runtime.sampling.noise import DraftNoise
 from redraft.runtime.trees.offers import Offer, OfferKey
@@ -46,25 +45,15 @@ def tries(controller: Adaptive, seq: Request, accepted: int, count: int) -> list
     return [later - sooner for sooner, later in pairwise(found)]
 
 
-def test_each_losing_try_makes_the_pause_three_times_as_long_up_to_the_longest() -> None:
-    """Pauses of 1, 3, 9, 27, 81 and 81 plain steps: 5 tries in the first 44 steps.
+def test_each_losing_try_doubles_the_pause_up_to_the_longest() -> None:
+    """Three tries without a pause, then pauses of 1, 2, 4, 8, 16, 32 and 32 plain steps.
 
-    What the request begins with counts as six steps. After the first try the mean cost is (6 + 2) / 7 = 1.143 plain
-    steps, and the mean yield, which begins with a credit of a sixteenth, 1.054 tokens.
+    After k tries without a long pause the mean cost is 2 - (31/32)^k plain steps and the mean yield, which begins with
+    a credit of a sixteenth, 1 + (31/32)^k / 16 tokens. The yield is first below 0.99 of the cost for k = 3: 1.057 and
+    1.091. Later tries count more, which changes nothing while all lose.
     """
-    assert tries(gated(), sequence(), accepted=0, count=7) == [1, 2, 4, 10, 28, 82, 82]
-    assert LONGEST_PAUSE == 81
-
-
-def test_a_text_that_pays_no_more_than_others_did_is_known_soon() -> None:
-    """Others had three tokens for two plain steps: 18 tokens and 12 plain steps count as a request's first six steps.
-
-    After k losing steps the yield (18 + k) / (6 + k) is first below 0.99 of the cost 2 for k = 7.
-    """
-    controller, seq = gated(), sequence()
-    record = controller._methods.state_of(seq).method
-    record.experience.tokens, record.experience.plain_steps = 3.0, 2.0
-    assert tries(controller, sequence(), accepted=0, count=11) == [1] * 7 + [2, 4, 10, 28]
+    assert tries(gated(), sequence(), accepted=0, count=10) == [1, 1, 1, 2, 3, 5, 9, 17, 33, 33]
+    assert LONGEST_PAUSE == 32
 
 
 @pytest.mark.parametrize("accepted", [3, 1])
@@ -74,14 +63,14 @@ def test_speculation_that_pays_or_breaks_even_never_pauses(accepted: int) -> Non
 
 
 def test_the_gate_opens_again_when_tries_pay() -> None:
-    """After nine losing tries the mean cost is 1.705 plain steps, and the mean yield 1.018 tokens.
+    """After nine losing tries the mean cost is 1.548 plain steps, and the mean yield 1.028 tokens.
 
-    A try after a pause moves both by an eighth: paying ones to 1.742 and 1.391, to 1.774 and 1.717, to 1.803 and 2.003.
-    Each of the first two makes the next pause a third as long. After the third, the gate is open.
+    A try after a pause moves both by an eighth. So paying tries, each 32 steps of pause apart, move them to 1.605 and
+    1.400, then to 1.654 and 1.725. The second has the larger yield, so the gate is open from then on.
     """
     controller, seq = gated(), sequence()
     tries(controller, seq, accepted=0, count=9)
-    assert tries(controller, seq, accepted=3, count=6) == [82, 28, 10, 1, 1, 1]
+    assert tries(controller, seq, accepted=3, count=6) == [33, 33, 1, 1, 1, 1]
 
 
 def test_a_gate_that_was_open_begins_with_a_short_pause_again() -> None:
@@ -92,7 +81,7 @@ def test_a_gate_that_was_open_begins_with_a_short_pause_again() -> None:
     losing = tries(controller, seq, accepted=0, count=60)
     paused = [gap for gap in losing if gap > 1]
     assert losing[0] == 1
-    assert paused[:5] == [2, 4, 10, 28, 82]
+    assert paused[:6] == [2, 3, 5, 9, 17, 33]
 
 
 def test_a_request_pauses_alone() -> None:

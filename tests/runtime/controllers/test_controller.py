@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime.controllers.adaptive import LONGEST_DELAY, Adaptive
+from redraft.runtime.controllers.adaptive import LONGEST_PAUSE, Adaptive
 from redraft.runtime.controllers.base import FixedBudget
 from redraft.runtime.controllers.cost import CostCurve, VerifyCosts
 from redraft.runtime.controllers.experience import MOST_METHODS, CallTimes
@@ -87,8 +87,7 @@ def test_a_new_request_starts_with_the_experience_of_others() -> None:
     controller = Adaptive(VerifyCosts({1: CURVE}))
     for _ in range(60):
         run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100, propose=drafted)
-    sizes = sorted([len(drafted(controller, sequence(), chain(0.9, 0.9))[1]) for _ in range(3)])
-    assert sizes[:2] == [1, 1]  # one may be a probe of the costs
+    assert len(drafted(controller, sequence(), chain(0.9, 0.9))[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
             tried.append(step)
             cut(controller, seq, taken, chain(0.9))
     assert [later - sooner for sooner, later in pairwise(tried)][:7] == [3, 5, 9, 17, 33, 33, 33]
-    assert LONGEST_DELAY == 32
+    assert LONGEST_PAUSE == 32
     controller._costs._calls.get(FRESH, CallTimes)._means[1].ms = 0.0  # drafts are now free
     while (taken := planned(controller, seq)).kind is not OfferKind.FRESH:
         pass
@@ -295,7 +294,7 @@ def test_the_cost_of_pinned_nodes_counts_in_the_gain_of_a_tree() -> None:
 def test_pinned_nodes_that_bring_nothing_end_in_pauses() -> None:
     controller, seq = lookup_only(CURVE), sequence()
     run(controller, seq, window(), accepted=0, steps=100)
-    assert run(controller, seq, window(), accepted=0, steps=10 * LONGEST_DELAY) <= 11
+    assert run(controller, seq, window(), accepted=0, steps=10 * LONGEST_PAUSE) <= 11
 
 
 # --- the costs of making trees ---------------------------------------------------------------------------------------
