@@ -242,16 +242,8 @@ def main() -> None:
     settings, prompts = Settings(params, chat=asked.chat), load_prompts(asked.prompts, asked.limit)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
         sources = parse_sources(asked.data)
-        training = (
-            train,
-            asked.comparison,
-            [name for name in asked.runs.split(",") if name],
-            asked.verifier,
-            sources,
-            asked.texts,
-            asked.out,
-        )
-        records = other.submit(*training).result()
+        runs = [name for name in asked.runs.split(",") if name]
+        records = other.submit(train, asked.comparison, runs, asked.verifier, sources, asked.texts, asked.out).result()
         bundles = {
             precision: other.submit(build, asked.verifier, records, precision, asked.out).result()
             for precision in asked.precision.split(",")
