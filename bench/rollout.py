@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -271,10 +271,11 @@ def main() -> None:
     asked = parser.parse_args()
     if min(asked.clients, asked.requests) < 1 or asked.calls < 0:
         raise UsageError("--clients and --requests must be positive, and --calls not negative")
-    figures = rollout(
-        asked.engines, asked.other, asked.clients, asked.requests, asked.calls,
-        lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+    with redirect_stdout(sys.stderr):  # Ray prints what its actors say
+        figures = rollout(
+            asked.engines, asked.other, asked.clients, asked.requests, asked.calls,
+            lambda line: print(line, file=sys.stderr),
+        )  # fmt: skip
     print(as_json(figures))
     sys.exit(not figures["ok"])
 
