@@ -118,7 +118,9 @@ def build(verifier: str, records: Sequence[Json], precision: str, out: Path) -> 
         ",".join(filter(None, (f"{one['name']}={one['drafter']}", f"method={one['method']}", one["build"])))
         for one in records
     )
-    request = BuildRequest(verifier, out / f"engines-{precision}", precision=precision, drafters=drafters, texts={})
+    request = BuildRequest(
+        verifier, out / f"engines-{_word(precision)}", precision=precision, drafters=drafters, texts={}
+    )
     (built,) = build_bundles(request, lambda message: None)
     return built.out
 
@@ -228,7 +230,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--budget", type=budget, default=WHOLE, help="of a fixed tree; each drafter's own by default")
-    parser.add_argument("--precision", default="fp32,int8", help="of the bundles, separated by commas")
+    parser.add_argument(
+        "--precision", nargs="+", default=["fp32", "int8"], help="of each bundle, as `redraft build` has"
+    )
     parser.add_argument("--threads", type=int, help="to decode with")
     parser.add_argument("--markdown", action="store_true", help="print a table")
     asked = parser.parse_args()
@@ -237,7 +241,8 @@ def main() -> None:
 
     if bool(asked.texts) == bool(asked.data):
         raise UsageError("the texts come from --texts or from --data", "give one of them")
-    parse_precisions(asked.precision)  # before anything slow
+    if any(len(parse_precisions(one)) > 1 for one in asked.precision):  # before anything slow
+        raise UsageError("each --precision is that of one bundle", "separate them by spaces")
     params = SamplingParams(temperature=asked.temperature, max_tokens=asked.max_new_tokens, seed=0)
     settings, prompts = Settings(params, chat=asked.chat), load_prompts(asked.prompts, asked.limit)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
@@ -246,7 +251,7 @@ def main() -> None:
         records = other.submit(train, asked.comparison, runs, asked.verifier, sources, asked.texts, asked.out).result()
         bundles = {
             precision: other.submit(build, asked.verifier, records, precision, asked.out).result()
-            for precision in asked.precision.split(",")
+            for precision in asked.precision
         }
     measured = {
         precision: measure(

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from redraft.cli.train import app
 from redraft.errors import TrainingError, UsageError
 from redraft.train import compare, drafter_run
-from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, train_all
-from redraft.train.compare_results import results_table
+from redraft.train.compare import FACTS, RESULTS, CompareRecipe, RunTable, chosen, train_all
+from redraft.train.compare_results import Result, results_table
 from redraft.train.drafter_run import COUNTS, TEXTS
 from redraft.train.objectives.feature_drafter import MEASURED
 from redraft.train.progress import PROGRESS, read_progress
@@ -295,3 +295,39 @@ def test_the_command(finished, verifier_folder, prose):
     assert json.loads(found.stdout.splitlines()[-1]) == json.loads(json.dumps([one.to_dict() for one in expected]))
     assert results_table(expected) in CliRunner().invoke(app, options).stdout
     assert len(json.loads((out / RESULTS).read_text())) == len(results)  # the folder's, not this call's
+
+
+def test_each_run_goes_on_with_its_best_rate():
+    """By the first seed's chains; the other runs and seeds do not matter."""
+    recipe = CompareRecipe(
+        {"a": RunTable("eagle"), "b": RunTable("griffin", {"passes": 2})},
+        "features-tiny-short",
+        seeds=(3, 4),
+        rates=(0.1, 0.2),
+    )
+    tried = recipe.at_every_rate()
+    assert list(tried.runs) == ["a at 0.1", "a at 0.2", "b at 0.1", "b at 0.2"]
+    assert tried.seeds == (3,)
+    assert [tried.recipe_of(name, 3).lr for name in tried.runs] == [0.1, 0.2, 0.1, 0.2]
+    tokens = {
+        ("a at 0.1", 3): 2.0,
+        ("a at 0.2", 3): 1.5,
+        ("b at 0.1", 3): 1.1,
+        ("b at 0.2", 3): 1.2,
+        ("a at 0.2", 4): 9.0,
+    }
+    results = [Result(name, seed, "eagle", 1, 1, 1.0, {}, {}, {"x": value}) for (name, seed), value in tokens.items()]
+    best = recipe.at_best_rates(results)
+    assert (list(best.runs), best.seeds) == (["a at 0.1", "b at 0.2"], (3, 4))
+    assert best.recipe_of("b at 0.2", 4).drafter.passes == 2
+
+
+def test_rates_that_no_run_can_have_are_refused():
+    runs = {"a": RunTable("eagle")}
+    for rates in ((0.0,), (-1.0, 1.0), (0.1, 0.1)):
+        with pytest.raises(UsageError, match="positive and all different"):
+            CompareRecipe(runs, rates=rates)
+    with pytest.raises(UsageError, match="starts from another one"):
+        CompareRecipe({**runs, "b": RunTable("eagle", start="a")}, rates=(0.1,)).at_every_rate()
+    with pytest.raises(UsageError, match="muon, has rates of its own"):
+        CompareRecipe({"a": RunTable("lyanna", lr=0.1)}, "lyanna-tiny-short").recipe_of("a", 0)
