@@ -273,6 +273,11 @@ def test_our_distilled_and_steered_students_share_one_schedule():
     recipe = CompareRecipe.load("compare-students-tiny")
     found = {name: recipe.recipe_of(name, 0).to_dict() for name, run in recipe.runs.items() if name != "pretrained"}
     assert {recipe.runs[name].schedule for name in found} == {""}
+    for rate in ("1e-3", "3e-4"):
+        one, other = (found.pop(f"{name} at {rate}") for name in ("distilled", "steered"))
+        assert one["lr"] == other["lr"] == float(rate)
+        for same in (one, other):
+            assert {**same, "lr": 0.003} == found["distilled" if same is one else "steered"]
     tables = {name: values.pop("drafter") for name, values in found.items()}
     assert all(values == {**found["distilled"], "method": values["method"]} for values in found.values())
     steered = tables["steered"]
