@@ -7,7 +7,7 @@
 - a right request fails.
 - a replica was killed less often than asked.
 
-Clients are those of the soak (`redraft.bench.soak`). A kill is SIGKILL at a random moment while all replicas live.
+Clients are those of the soak (`redraft.bench.soak`). A kill is SIGKILL at a random moment at which all replicas work.
 `at_kills` counts the states of all requests at the kills: `waiting` before the first token. `calls_lost` counts
 requests that lost their replica. `gap_s` is the longest wait between two events of a stream.
 """
@@ -57,10 +57,10 @@ class Killer:
     _begun: float = field(default_factory=time.monotonic)
 
     def over(self) -> bool:
-        """Return true if all kills are done, and their replicas had time to come back, or if they do not."""
+        """Return true if all kills are done, and all replicas are back, or if they do not come back in time."""
         now = time.monotonic()
         done = self.killed >= self.kills and now > self._next
-        return done or now - self._begun > _RESTART_SECONDS * (1 + self.kills)
+        return (done and len(replicas_of(self.server)) >= self.replicas) or now - self._begun > _RESTART_SECONDS * (1 + self.kills)
 
     def kill(self, rows: Callable[[], list[Json]]) -> None:
         """Kill a replica if it is time to.   rows: of the requests that run."""
@@ -72,6 +72,8 @@ class Killer:
         if now < self._next:
             return
         states = rows()
+        if len({row["replica"] for row in states} - {""}) < self.replicas:
+            return  # an idle one would lose nothing
         os.kill(self.draw.choice(found), signal.SIGKILL)
         self.at.update(row["state"] for row in states)
         self.killed += 1

@@ -124,7 +124,8 @@ def _with_states(plan: BatchSource, kept: Path, seed: int, facts: RunFacts, obje
             return objective.states(batch.to(verifier.device))
 
     about = {"verifier": asdict(facts.verifier), "products": str(verifier.dtype), "documents": facts.data}
-    return KeptStates(plan, kept / f"states.{seed}.{'-'.join(hidden_states)}", about, hidden_states, compute)
+    name = f"states.{seed}.{objective.lookahead}.{'-'.join(hidden_states)}"  # rows end with the tokens to predict
+    return KeptStates(plan, kept / name, about, hidden_states, compute)
 
 
 def _start(

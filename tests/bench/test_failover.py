@@ -51,5 +51,4 @@ def test_a_killed_replica_changes_no_text_of_a_real_server(
     found = json.loads(capsys.readouterr().out)
     assert ended.value.code == 0, found["reasons"]
     assert found["kills"] == 1
-    assert found["answers"] > 10
     assert found["calls_lost"] >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def finished(verifier_folder, prose, tmp_path_factory):
 
 def test_runs_share_texts_and_states_and_each_has_its_own_settings(finished):
     _, out, results, computed = finished
-    assert [str(path) for path in computed] == [f"{TEXTS}/states.{seed}.last" for seed in (0, 1) for _ in range(4)]
+    assert [str(path) for path in computed] == [f"{TEXTS}/states.{seed}.{MEASURED}.last" for seed in (0, 1) for _ in range(4)]
     for one in results:
         folder = out / f"{one.name}.{one.seed}"
         assert not (folder / TEXTS).exists()
@@ -119,6 +120,13 @@ def test_finished_runs_are_not_repeated(finished, verifier_folder, prose):
     again = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: pytest.fail("it was finished"))
     assert again == results
     assert {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")} == files
+
+
+def test_runs_that_predict_fewer_tokens_share_the_texts_too(finished, verifier_folder, prose, tmp_path):
+    out = shutil.copytree(finished[1], tmp_path / "out")
+    recipe = replace(chosen(finished[0], ("first",), (0,)), runs={"heads": RunTable("medusa", {"heads": 2})})
+    (found,) = train_all(recipe, verifier_folder, prose, out)
+    assert found.tokens == 4 * 8 * (16 + 2)
 
 
 def test_an_interrupted_comparison_continues(finished, verifier_folder, prose, tmp_path, monkeypatch):
