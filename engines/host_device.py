@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from redraft import names
+from redraft.cpus import default_threads
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact, CompactProgram, can_compact
 from redraft.engines.device import (
@@ -128,6 +129,7 @@ class HostDevice(Device):
         self.name = "cpu" if step_graphs else "host"
         self.step_graphs = step_graphs
         self.bundle = bundle
+        self.threads = threads or default_threads().count
         self._threads = threads
         self._kernels = kernels
         self._single = max_num_seqs == 1

@@ -26,7 +26,7 @@ from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.host_memory import use_small_pages
 from redraft.errors import UsageError
 from redraft.lru import LruCache
-from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
+from redraft.names import COPY_SLOT, DRAFT, RESAMPLE, drafter_graph
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.candidate_noise import SlotNoise
 from redraft.runtime.observe.profiling import WAIT
@@ -48,6 +48,7 @@ class EngineDrafter(TreeMaker):
     """The shared part of such drafters. The method's shape has `nodes` of a draft."""
 
     has_engines = True
+    _calls: LruCache[Any, Any]
 
     def __init__(
         self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any,
@@ -136,6 +137,15 @@ class EngineDrafter(TreeMaker):
 
         0 for a resampling if the method has none. No request may be running.
         """
+
+    def use_one_thread(self, one: bool) -> None:
+        """Draft on one of the host's threads, or on all. Waking the others may take longer than a small draft.
+
+        No request may be running.
+        """
+        self._device.wait()
+        self._programs[DRAFT] = self._device.program(drafter_graph(self.name, DRAFT), short=one)
+        self._calls.clear()
 
     def _width(self, rows: int) -> int:
         """Return the rows of the smallest draft call that fits `rows` pending rows."""

@@ -11,8 +11,10 @@ import json
 import logging
 import math
 import platform
+import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +42,10 @@ _SECONDS = 0.8
 _ROUNDS = 40
 _DRAFT_SECONDS, _TURNS = 0.5, range(3, 60)
 _TYPICAL_NODES, _TYPICAL_ROWS = 6, 2
+_HOST_SECONDS = 0.0005
+"""Time of the host's own work between a verification and a draft, in which the engine's other threads fall asleep."""
+_CLEARLY_LESS = 0.7
+"""Share of one thread's time that several may take. They may wake late for seconds, and then take three times as long."""
 _SAVED_DRIFT = 0.05
 """Smallest relative change of a time that is written to disk."""
 _LOG = logging.getLogger("redraft.costs")
@@ -225,23 +231,46 @@ class TimedDrafter(Protocol):
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling."""
 
+    def use_one_thread(self, one: bool) -> None:
+        """Draft on one of the host's threads, or on all."""
+
 
 def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity) -> Costs:
     """Return the costs of a drafter's calls with this `identity` on this machine, measured once and saved.
 
-    Calls alternate with the verifier's, since in decoding each evicts the other's weights from the caches.
+    On a host with several threads, it drafts on one from now on, unless all take clearly less time.
     """
     path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
-    values = read_figures(path) or {}
+    values, several = read_figures(path) or {}, verifier.device.threads > 1
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        saved = Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
-        if all(math.isfinite(ms) and ms >= 0 for ms in (saved.fresh_ms, saved.resample_ms)):
+        saved, one = Costs(float(values["fresh_ms"]), float(values["resample_ms"])), values["one_thread"]
+        if all(math.isfinite(ms) and ms >= 0 for ms in (saved.fresh_ms, saved.resample_ms)) and isinstance(one, bool):
+            if one and several:
+                drafter.use_one_thread(True)
             return saved
+    costs, one = _measured(verifier, drafter), False
+    if several:
+        drafter.use_one_thread(True)
+        alone = _measured(verifier, drafter)
+        if one := costs.fresh_ms > _CLEARLY_LESS * alone.fresh_ms:
+            costs = alone
+        else:
+            drafter.use_one_thread(False)
+    write_figures(path, {**asdict(costs), "one_thread": one})
+    return costs
+
+
+def _measured(verifier: Verifier, drafter: TimedDrafter) -> Costs:
+    """Return the median costs of a drafter's calls in turns with the verifier's, as in decoding.
+
+    There each call evicts the other's weights from the caches, and the host works in between.
+    """
     taken: list[tuple[float, float]] = []
     start = time.perf_counter()
     while len(taken) < _TURNS.stop and (len(taken) < _TURNS.start or time.perf_counter() - start < _DRAFT_SECONDS):
         verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_KV_LEN)
+        ready = time.perf_counter() + _HOST_SECONDS
+        while time.perf_counter() < ready:
+            pass
         taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_KV_LEN))
-    fresh, resampled = (min(times) for times in zip(*taken, strict=True))  # decoding corrects times that are too low
-    write_figures(path, {"fresh_ms": fresh, "resample_ms": resampled})
-    return Costs(fresh, resampled)
+    return Costs(*(statistics.median(times) for times in zip(*taken, strict=True)))

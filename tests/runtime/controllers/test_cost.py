@@ -179,14 +179,20 @@ def test_without_a_home_folder_costs_are_measured_at_every_opening(verifier: Tim
 
 
 class TimedDrafter:
-    """A drafter whose calls take given milliseconds, but sometimes ten times as long."""
+    """A drafter whose calls take given milliseconds, but sometimes ten times as long.   alone: on one thread."""
 
     calls = 0
+
+    def __init__(self, alone: float = 0.5) -> None:
+        self.alone, self.one = alone, False
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         self.calls += 1
         slow = 10 if self.calls % 5 == 0 else 1
-        return 0.5 * slow, 0.125 * slow
+        return (self.alone if self.one else 0.5) * slow, 0.125 * slow
+
+    def use_one_thread(self, one: bool) -> None:
+        self.one = one
 
 
 def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed, cache: Path) -> None:
@@ -202,11 +208,24 @@ def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed
     assert len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.parametrize("alone", [0.4, 0.7, 0.75])
+def test_a_draft_has_one_thread_unless_several_take_clearly_less(
+    verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, alone: float
+) -> None:
+    monkeypatch.setattr(verifier.device, "threads", 2)
+    for _ in range(2):  # measured, and known
+        drafter = TimedDrafter(alone)
+        assert cached_costs(verifier, drafter, {"build": "a"}) == Costs(0.5 if alone == 0.75 else alone, 0.125)
+        assert drafter.one == (alone < 0.75)
+    assert not drafter.calls
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        b"[1]", b'{"fresh_ms": 1}', b'{"fresh_ms": "x", "resample_ms": 1}', b'{"fresh_ms": NaN, "resample_ms": 1}',
-        b'{"fresh_ms": 1, "resample_ms": -1}',
+        b"[1]", b'{"fresh_ms": 1}', b'{"fresh_ms": 1, "resample_ms": 1}', b'{"fresh_ms": "x", "resample_ms": 1}',
+        b'{"fresh_ms": NaN, "resample_ms": 1, "one_thread": false}',
+        b'{"fresh_ms": 1, "resample_ms": -1, "one_thread": false}',
     ],
 )  # fmt: skip
 def test_damaged_costs_are_measured_anew(verifier: Timed, cache: Path, damage: bytes) -> None:
@@ -215,7 +234,7 @@ def test_damaged_costs_are_measured_anew(verifier: Timed, cache: Path, damage: b
     (file,) = cache.iterdir()
     file.write_bytes(damage)
     assert cached_costs(verifier, drafter, {"build": "a"}) == first
-    assert json.loads(file.read_bytes()) == {"fresh_ms": 0.5, "resample_ms": 0.125}
+    assert json.loads(file.read_bytes()) == {"fresh_ms": 0.5, "resample_ms": 0.125, "one_thread": False}
 
 
 SIZES = (1, 2, 4, 8, 16)
