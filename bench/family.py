@@ -15,8 +15,9 @@ speed   times plain decoding's, with the default controller. This is what users 
 Both are of the first seed's drafters; `chain_tokens` is of all seeds: tokens of a step with chains of the depth that
 acceptance is measured to for every method, on held-out text.
 
-Methods take turns on every prompt. Intervals are paired bootstraps over prompts; `tau_over_base` and `speed_over_base`
-compare with the recipe's first run. A method is ahead of another one only if its interval is.
+Methods take turns on every prompt. With `--acceptance rejection`, as in the papers, texts differ between methods, but
+not their distribution. Intervals are paired bootstraps over prompts; `tau_over_base` and `speed_over_base` compare with
+the recipe's first run. A method is ahead of another one only if its interval is.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from redraft.bench.statistics import Speedup, Timing, interval_text, speedup
 from redraft.errors import UsageError
 from redraft.files import write_json
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.params import ACCEPTANCE, COUPLED
 
 if TYPE_CHECKING:
     from redraft.train.compare import CompareRecipe
@@ -53,9 +55,10 @@ Json = dict[str, Any]
 
 
 def train(
-    comparison: str, runs: Sequence[str], verifier: str, sources: Mapping[str, str], texts: Path | None, out: Path
-) -> list[Json]:
-    """Train runs of a comparison at their best rates, all if none is named. Returns a record for each.
+    comparison: str, runs: Sequence[str], seeds: Sequence[int], verifier: str, sources: Mapping[str, str],
+    texts: Path | None, out: Path,
+) -> list[Json]:  # fmt: skip
+    """Train runs and seeds of a comparison at their best rates, all if none is named. Returns a record for each run.
 
     It belongs into a process of its own, since it imports torch. Raises as `train_all`.
     """
@@ -64,7 +67,7 @@ def train(
     from redraft.train.publish import publish_drafter
     from redraft.train.verifier_model import fast_dtype
 
-    recipe = chosen(CompareRecipe.load(comparison), runs, ())
+    recipe = chosen(CompareRecipe.load(comparison), runs, seeds)
     folder = Path(verifier)
     checkpoint = folder if folder.is_dir() else find_checkpoint(verifier, _report)
 
@@ -223,12 +226,14 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="a folder of `redraft train text` or `states`, instead of --data")
     parser.add_argument("--data", action="append", default=[], help="KIND=SOURCE, once for each kind")
     parser.add_argument("--runs", default="", help="some of the comparison's, separated by commas")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[], help="instead of the comparison's")
     parser.add_argument("--out", type=Path, required=True, help="texts, runs, drafters, bundles and figures")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--limit", type=int, help="at most this many prompts of each kind")
     parser.add_argument("--chat", action="store_true", help="prompts are conversations")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--acceptance", choices=ACCEPTANCE, default=COUPLED, help="above temperature 0")
     parser.add_argument("--budget", type=budget, default=WHOLE, help="of a fixed tree; each drafter's own by default")
     parser.add_argument(
         "--precision", nargs="+", default=["fp32", "int8"], help="of each bundle, as `redraft build` has"
@@ -243,12 +248,16 @@ def main() -> None:
         raise UsageError("the texts come from --texts or from --data", "give one of them")
     if any(len(parse_precisions(one)) > 1 for one in asked.precision):  # before anything slow
         raise UsageError("each --precision is that of one bundle", "separate them by spaces")
-    params = SamplingParams(temperature=asked.temperature, max_tokens=asked.max_new_tokens, seed=0)
+    params = SamplingParams(
+        temperature=asked.temperature, max_tokens=asked.max_new_tokens, seed=0, acceptance=asked.acceptance
+    )
     settings, prompts = Settings(params, chat=asked.chat), load_prompts(asked.prompts, asked.limit)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
         sources = parse_sources(asked.data)
         runs = [name for name in asked.runs.split(",") if name]
-        records = other.submit(train, asked.comparison, runs, asked.verifier, sources, asked.texts, asked.out).result()
+        records = other.submit(
+            train, asked.comparison, runs, asked.seeds, asked.verifier, sources, asked.texts, asked.out
+        ).result()
         bundles = {
             precision: other.submit(build, asked.verifier, records, precision, asked.out).result()
             for precision in asked.precision
@@ -259,7 +268,11 @@ def main() -> None:
         )
         for precision, bundle in bundles.items()
     }
-    result = {"environment": environment(), "base": records[0]["run"], "runs": records, "measured": measured}
+    sampling = {"temperature": asked.temperature, "acceptance": asked.acceptance}
+    result = {
+        "environment": environment(), "sampling": sampling, "base": records[0]["run"], "runs": records,
+        "measured": measured,
+    }  # fmt: skip
     write_json(asked.out / "family.json", json.loads(json.dumps(result)))
     print(table(records, measured) if asked.markdown else as_json(result))
 
