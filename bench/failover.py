@@ -59,8 +59,9 @@ class Killer:
     def over(self) -> bool:
         """Return true if all kills are done, and all replicas are back, or if they do not come back in time."""
         now = time.monotonic()
-        done = self.killed >= self.kills and now > self._next
-        return (done and len(replicas_of(self.server)) >= self.replicas) or now - self._begun > _RESTART_SECONDS * (1 + self.kills)
+        if now - self._begun > _RESTART_SECONDS * (1 + self.kills):
+            return True
+        return self.killed >= self.kills and now > self._next and len(replicas_of(self.server)) >= self.replicas
 
     def kill(self, rows: Callable[[], list[Json]]) -> None:
         """Kill a replica if it is time to.   rows: of the requests that run."""

@@ -54,7 +54,7 @@ _FIXED = "{} fixed"
 Json = dict[str, Any]
 
 
-def train(
+def train(  # noqa: PLR0913 - facts of a comparison
     comparison: str, runs: Sequence[str], seeds: Sequence[int], verifier: str, sources: Mapping[str, str],
     texts: Path | None, out: Path,
 ) -> list[Json]:  # fmt: skip

@@ -45,7 +45,7 @@ _TYPICAL_NODES, _TYPICAL_ROWS = 6, 2
 _HOST_SECONDS = 0.0005
 """Time of the host's own work between a verification and a draft, in which the engine's other threads fall asleep."""
 _CLEARLY_LESS = 0.7
-"""Share of one thread's time that several may take. They may wake late for seconds, and then take three times as long."""
+"""Share of one thread's time that several may take: they may wake late for seconds, and take three times as long."""
 _SAVED_DRIFT = 0.05
 """Smallest relative change of a time that is written to disk."""
 _LOG = logging.getLogger("redraft.costs")

@@ -86,7 +86,8 @@ def finished(verifier_folder, prose, tmp_path_factory):
 
 def test_runs_share_texts_and_states_and_each_has_its_own_settings(finished):
     _, out, results, computed = finished
-    assert [str(path) for path in computed] == [f"{TEXTS}/states.{seed}.{MEASURED}.last" for seed in (0, 1) for _ in range(4)]
+    states = [f"{TEXTS}/states.{seed}.{MEASURED}.last" for seed in (0, 1)]
+    assert [str(path) for path in computed] == [folder for folder in states for _ in range(4)]
     for one in results:
         folder = out / f"{one.name}.{one.seed}"
         assert not (folder / TEXTS).exists()
