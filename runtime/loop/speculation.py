@@ -272,10 +272,11 @@ class SpeculationFactory:
         if idle is None:
             raise _PauseNeeded
         self._expected.add(name)
-        if idle:
-            assert self._bundle is not None
-            identity = {**self._identity, "build": self._bundle.manifest.build_key, "method": name}
-            self._adaptive.expect(name, cached_costs(self._verifier, drafter, identity))
+        assert self._bundle is not None
+        identity = {**self._identity, "build": self._bundle.manifest.build_key, "method": name}
+        costs = cached_costs(self._verifier, drafter, identity, idle)
+        if costs is not None:
+            self._adaptive.expect(name, costs)
 
 
 class _PauseNeeded(Exception):

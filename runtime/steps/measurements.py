@@ -235,10 +235,11 @@ class TimedDrafter(Protocol):
         """Draft on one of the host's threads, or on all."""
 
 
-def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity) -> Costs:
+def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity, idle: bool = True) -> Costs | None:
     """Return the costs of a drafter's calls with this `identity` on this machine, measured once and saved.
 
     On a host with several threads, it drafts on one from now on, unless all take clearly less time.
+    idle: False if a request has a slot. Then nothing is measured, and unknown costs are None.
     """
     path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
     values, several = read_figures(path) or {}, verifier.device.threads > 1
@@ -248,6 +249,8 @@ def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity) 
             if one and several:
                 drafter.use_one_thread(True)
             return saved
+    if not idle:
+        return None
     costs, one = _measured(verifier, drafter), False
     if several:
         drafter.use_one_thread(True)

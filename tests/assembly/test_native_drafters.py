@@ -48,7 +48,7 @@ def built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Build:
 def check_texts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts equal plain decoding's on each device, greedy and sampled."""
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
-    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda *given: Costs())
     for device, slots in ((None, 1), ("cpu", 2)):
         with Runtime.open(bundle, threads=1, max_num_seqs=slots, device=device, verify=False) as runtime:
             for temperature in (0.0, 1.0):

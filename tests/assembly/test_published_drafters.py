@@ -45,7 +45,7 @@ def test_a_bundle_of_published_drafters(
     verifier: Path, published: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
-    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda *given: Costs())
     drafters = tuple(parse_drafter(f"{name}={path},precision=fp32", ()) for name, path in published.items())
     assert [drafter.method for drafter in drafters] == ["eagle", "eagle3"]
     lines: list[str] = []

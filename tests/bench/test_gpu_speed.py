@@ -31,7 +31,7 @@ def test_the_hosts_time_leaves_out_its_waits(
     now = [0.0]
     fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculation, "cached_costs", lambda *given: Costs())
     with open_over(fakes.device, bundle) as runtime:
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
         wait, fill = fakes.device.wait, bound_step.BoundTreeStep.fill

@@ -37,7 +37,7 @@ SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=2, hidden=3, vocabulary=VOC
 def know_costs(patch: pytest.MonkeyPatch) -> None:
     """Measure no costs: verifications cost CURVE at first, and drafts nothing."""
     patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
-    patch.setattr(speculation, "cached_costs", lambda verifier, drafter, identity: Costs())
+    patch.setattr(speculation, "cached_costs", lambda *given: Costs())
 
 
 def fix_costs(patch: pytest.MonkeyPatch) -> None:

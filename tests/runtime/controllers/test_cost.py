@@ -218,6 +218,8 @@ def test_a_draft_has_one_thread_unless_several_take_clearly_less(
         assert cached_costs(verifier, drafter, {"build": "a"}) == Costs(0.5 if alone == 0.75 else alone, 0.125)
         assert drafter.one == (alone < 0.75)
     assert not drafter.calls
+    assert cached_costs(verifier, drafter, {"build": "b"}, idle=False) is None
+    assert not drafter.calls
 
 
 @pytest.mark.parametrize(

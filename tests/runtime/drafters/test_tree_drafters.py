@@ -192,6 +192,21 @@ def test_a_shared_prefix_changes_no_draft_of_medusas(three: Runtime, shared: int
     assert counts[0][2] > 0
 
 
+@pytest.mark.parametrize("drafter", ["medusa", DYNAMIC])
+def test_drafts_on_one_thread_are_those_on_several(folder: Path, drafter: str) -> None:
+    with Runtime.open(folder / "engines", threads=2, verify=False) as runtime:
+        made, how = runtime._speculation.drafter(drafter), SpeculationParams(drafter, budget=whole_of(drafter))
+        found = []
+        for threads in (2, 1, 2):
+            made.use_one_thread(threads == 1)
+            assert not made._calls.items()
+            assert made._programs[names.DRAFT]._session.get_session_options().intra_op_num_threads == threads
+            ended = runtime.generate(PROMPTS, params(0.0), how)
+            found.append((texts(ended), [one.metrics.num_accepted_draft_tokens for one in ended]))
+        assert found[0] == found[1] == found[2]
+        assert sum(found[0][1]) > 0
+
+
 def test_requests_of_other_methods_share_a_batch(three: Runtime, plain: dict[float, list[list[int]]]) -> None:
     """A call computes all slots, but leaves those of other drafters as they are."""
     for drafter, few, other in (
