@@ -39,7 +39,7 @@ from redraft.errors import UsageError
 
 _REPLICA = b"ray::ServeReplica"
 _PAUSE_SECONDS = (0.5, 3.0)
-"""Between the moment when all replicas live, and a kill."""
+"""Between the moment when all replicas live, and a kill, at least."""
 _RESTART_SECONDS = 120.0
 
 
@@ -157,8 +157,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=60, help="different ones")
     asked = parser.parse_args()
-    if asked.replicas < 2 or min(asked.kills, asked.clients, asked.requests) < 1:
-        raise UsageError("--replicas must be at least 2, and --kills, --clients and --requests positive")
+    if asked.replicas < 2 or min(asked.kills, asked.requests) < 1 or asked.clients < asked.replicas:
+        raise UsageError("--replicas must be at least 2, --kills and --requests positive, --clients at least --replicas")
     figures = failover(
         asked.engines, asked.replicas, asked.kills, asked.clients, asked.requests,
         lambda line: print(line, file=sys.stderr),

@@ -248,6 +248,8 @@ def main() -> None:
         raise UsageError("the texts come from --texts or from --data", "give one of them")
     if any(len(parse_precisions(one)) > 1 for one in asked.precision):  # before anything slow
         raise UsageError("each --precision is that of one bundle", "separate them by spaces")
+    if asked.acceptance != COUPLED and not asked.temperature:
+        raise UsageError(f"--acceptance {asked.acceptance} is for drawn tokens", "give a --temperature above 0")
     params = SamplingParams(
         temperature=asked.temperature, max_tokens=asked.max_new_tokens, seed=0, acceptance=asked.acceptance
     )

@@ -135,7 +135,7 @@ class Device(ABC):
     step_graphs:  True if the graphs of a step run on this device. Otherwise the host computes over its arrays.
     block_rows:   a tree that branches must not cross a multiple of this row; otherwise its bits differ from a chain's.
     own_attention: True if redraft's attention for CPUs runs: exact and the fastest at once, without padding.
-    threads:      threads of the host that a graph may use.
+    host_threads: threads of graphs on the host; 1 on a GPU.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Device(ABC):
     step_graphs: bool
     block_rows: int | None
     own_attention = False
-    threads = 1
+    host_threads = 1
 
     def form(self, graph: str) -> str:
         """Return the form of a drafter's graph that the device runs: a graph of the bundle."""

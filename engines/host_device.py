@@ -129,7 +129,7 @@ class HostDevice(Device):
         self.name = "cpu" if step_graphs else "host"
         self.step_graphs = step_graphs
         self.bundle = bundle
-        self.threads = threads or default_threads().count
+        self.host_threads = threads or default_threads().count
         self._threads = threads
         self._kernels = kernels
         self._single = max_num_seqs == 1

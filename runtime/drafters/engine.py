@@ -36,6 +36,8 @@ from redraft.runtime.steps.verifier import PREFILL_CHUNK, Verifier
 from redraft.types import Budget
 
 CATCH_UP = names.CATCH_UP_ROWS
+_FEW_ROWS = 8
+"""Rows of a call that may have one thread. Rows of prompts and of large batches are work for all."""
 _ROW_STEP = 16
 """The host pads more rows than this to a multiple of it, so that it prepares few shapes."""
 MOST_WAITING = names.MAX_PENDING_FEATURES - PREFILL_CHUNK
@@ -78,6 +80,8 @@ class EngineDrafter(TreeMaker):
             "drafter's tables": sum(table.nbytes for table in tables.values()),
         }, (*(drafter_graph(name, role) for role in graphs), *step_graphs))  # fmt: skip
         self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
+        self._one_thread: Program | None = None
+        self._on_one_thread = False
         self._step_programs = {graph: device.program(graph) for graph in step_graphs}
         self._state = {
             spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in self.method.state(shape)
@@ -138,14 +142,23 @@ class EngineDrafter(TreeMaker):
         0 for a resampling if the method has none. No request may be running.
         """
 
-    def use_one_thread(self, one: bool) -> None:
-        """Draft on one of the host's threads, or on all. Waking the others may take longer than a small draft.
+    def load_one_thread(self) -> None:
+        """Load the draft's program a second time, with one of the host's threads, for `draft_on_one_thread`."""
+        if self._one_thread is None:
+            self._one_thread = self._device.program(drafter_graph(self.name, DRAFT), short=True)
 
-        No request may be running.
+    def draft_on_one_thread(self, one: bool) -> None:
+        """Let calls of a few rows have one thread, or all: waking the others may take longer than a small draft.
+
+        No step may be running.
         """
-        self._device.wait()
-        self._programs[DRAFT] = self._device.program(drafter_graph(self.name, DRAFT), short=one)
+        self._on_one_thread = one
         self._calls.clear()
+
+    def _draft_program(self, rows: int) -> Program:
+        """Return the program of drafts over so many rows of all slots."""
+        few = self._on_one_thread and rows <= _FEW_ROWS
+        return self._one_thread if few and self._one_thread is not None else self._programs[DRAFT]
 
     def _width(self, rows: int) -> int:
         """Return the rows of the smallest draft call that fits `rows` pending rows."""

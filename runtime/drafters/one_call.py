@@ -240,7 +240,7 @@ class OneCallDrafter(FeatureBuffers):
 
         Rows of hidden states are copied to the graph's input, unless it reads the pending rows themselves.
         """
-        program = self._programs[role]
+        program = self._draft_program(len(slots) * width) if role == DRAFT else self._programs[role]
         given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
         pending = []
         if any(spec.name == names.FEATURE_ROWS for spec in program.inputs):

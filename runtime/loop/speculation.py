@@ -166,7 +166,7 @@ class SpeculationFactory:
 
         constrained: whether their texts must match a grammar, whose forced tokens are then drafted.
         pause: the block in which an engine is opened, and calls of a drafter are timed for the first time. If a request
-            has a slot, they are not timed: costs are then learned from the requests' calls alone.
+            has a slot, they are not timed: costs that no file has are then learned from the requests' calls alone.
         """
         with self._lock, suppress(_PauseNeeded):
             return self._created(asked, constrained, forced, None)

@@ -45,7 +45,8 @@ _TYPICAL_NODES, _TYPICAL_ROWS = 6, 2
 _HOST_SECONDS = 0.0005
 """Time of the host's own work between a verification and a draft, in which the engine's other threads fall asleep."""
 _CLEARLY_LESS = 0.7
-"""Share of one thread's time that several may take: they may wake late for seconds, and take three times as long."""
+"""Several threads must take at most this share of one thread's time: sleeping ones may wake late, for seconds at a
+time, and a draft then takes three times as long."""
 _SAVED_DRIFT = 0.05
 """Smallest relative change of a time that is written to disk."""
 _LOG = logging.getLogger("redraft.costs")
@@ -231,49 +232,60 @@ class TimedDrafter(Protocol):
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling."""
 
-    def use_one_thread(self, one: bool) -> None:
+    def load_one_thread(self) -> None:
+        """Load what drafts on one of the host's threads need."""
+
+    def draft_on_one_thread(self, one: bool) -> None:
         """Draft on one of the host's threads, or on all."""
 
 
 def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity, idle: bool = True) -> Costs | None:
     """Return the costs of a drafter's calls with this `identity` on this machine, measured once and saved.
 
-    On a host with several threads, it drafts on one from now on, unless all take clearly less time.
+    On a host with several threads, drafts have one from now on, unless all take clearly less time.
     idle: False if a request has a slot. Then nothing is measured, and unknown costs are None.
     """
-    path = figures_file({**identity, "kv_len": MEASURED_KV_LEN})
-    values, several = read_figures(path) or {}, verifier.device.threads > 1
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        saved, one = Costs(float(values["fresh_ms"]), float(values["resample_ms"])), values["one_thread"]
-        if all(math.isfinite(ms) and ms >= 0 for ms in (saved.fresh_ms, saved.resample_ms)) and isinstance(one, bool):
-            if one and several:
-                drafter.use_one_thread(True)
-            return saved
-    if not idle:
+    path, several = figures_file({**identity, "kv_len": MEASURED_KV_LEN}), verifier.device.host_threads > 1
+    saved = _saved_draft(read_figures(path) or {})
+    if saved is None and not idle:
         return None
-    costs, one = _measured(verifier, drafter), False
+    if several and (saved is None or saved[1]):
+        drafter.load_one_thread()
+    costs, one_thread = saved or _measured(verifier, drafter, several)
     if several:
-        drafter.use_one_thread(True)
-        alone = _measured(verifier, drafter)
-        if one := costs.fresh_ms > _CLEARLY_LESS * alone.fresh_ms:
-            costs = alone
-        else:
-            drafter.use_one_thread(False)
-    write_figures(path, {**asdict(costs), "one_thread": one})
+        drafter.draft_on_one_thread(one_thread)
+    if saved is None:
+        write_figures(path, {**asdict(costs), "one_thread": one_thread})
     return costs
 
 
-def _measured(verifier: Verifier, drafter: TimedDrafter) -> Costs:
-    """Return the median costs of a drafter's calls in turns with the verifier's, as in decoding.
+def _saved_draft(values: Mapping[str, Any]) -> tuple[Costs, bool] | None:
+    """Return a drafter's costs and whether it drafts on one thread, from a file's JSON; None if it has another form."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        costs, one_thread = Costs(float(values["fresh_ms"]), float(values["resample_ms"])), values["one_thread"]
+        if all(math.isfinite(ms) and ms >= 0 for ms in (costs.fresh_ms, costs.resample_ms)):
+            return (costs, one_thread) if isinstance(one_thread, bool) else None
+    return None
 
-    There each call evicts the other's weights from the caches, and the host works in between.
+
+def _measured(verifier: Verifier, drafter: TimedDrafter, several: bool) -> tuple[Costs, bool]:
+    """Return the least costs of a drafter's calls, and whether one thread is better than several.
+
+    Calls of both kinds take turns, and alternate with the verifier's, as in decoding: there each call evicts the other's
+    weights from the caches, and the host works in between. Decoding corrects times that are too low.
     """
-    taken: list[tuple[float, float]] = []
+    taken: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     start = time.perf_counter()
-    while len(taken) < _TURNS.stop and (len(taken) < _TURNS.start or time.perf_counter() - start < _DRAFT_SECONDS):
-        verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_KV_LEN)
-        ready = time.perf_counter() + _HOST_SECONDS
-        while time.perf_counter() < ready:
-            pass
-        taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_KV_LEN))
-    return Costs(*(statistics.median(times) for times in zip(*taken, strict=True)))
+    while len(taken[False]) < _TURNS.stop and (
+        len(taken[False]) < _TURNS.start or time.perf_counter() - start < _DRAFT_SECONDS * (1 + several)
+    ):
+        for one_thread in (False, True) if several else (False,):
+            drafter.draft_on_one_thread(one_thread)
+            verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_KV_LEN)
+            ready = time.perf_counter() + _HOST_SECONDS
+            while time.perf_counter() < ready:
+                pass
+            taken[one_thread].append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_KV_LEN))
+    usual = {kind: statistics.median([fresh for fresh, _ in times]) for kind, times in taken.items() if times}
+    better = several and usual[False] > _CLEARLY_LESS * usual[True]
+    return Costs(*(min(times) for times in zip(*taken[better], strict=True))), better

@@ -97,7 +97,7 @@ class FakeHost:
     name = "host"
     asynchronous = step_graphs = False
     block_rows = None
-    threads = 1
+    host_threads = 1
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine

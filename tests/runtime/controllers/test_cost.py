@@ -184,14 +184,18 @@ class TimedDrafter:
     calls = 0
 
     def __init__(self, alone: float = 0.5) -> None:
-        self.alone, self.one = alone, False
+        self.alone, self.one, self.loaded = alone, False, False
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         self.calls += 1
         slow = 10 if self.calls % 5 == 0 else 1
         return (self.alone if self.one else 0.5) * slow, 0.125 * slow
 
-    def use_one_thread(self, one: bool) -> None:
+    def load_one_thread(self) -> None:
+        self.loaded = True
+
+    def draft_on_one_thread(self, one: bool) -> None:
+        assert self.loaded or not one
         self.one = one
 
 
@@ -212,14 +216,17 @@ def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed
 def test_a_draft_has_one_thread_unless_several_take_clearly_less(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, alone: float
 ) -> None:
-    monkeypatch.setattr(verifier.device, "threads", 2)
+    monkeypatch.setattr(verifier.device, "host_threads", 2)
     for _ in range(2):  # measured, and known
         drafter = TimedDrafter(alone)
         assert cached_costs(verifier, drafter, {"build": "a"}) == Costs(0.5 if alone == 0.75 else alone, 0.125)
         assert drafter.one == (alone < 0.75)
     assert not drafter.calls
-    assert cached_costs(verifier, drafter, {"build": "b"}, idle=False) is None
-    assert not drafter.calls
+    busy = TimedDrafter(alone)
+    assert cached_costs(verifier, busy, {"build": "a"}, idle=False) == Costs(0.5 if alone == 0.75 else alone, 0.125)
+    assert busy.one == busy.loaded == (alone < 0.75)
+    assert cached_costs(verifier, busy, {"build": "b"}, idle=False) is None
+    assert not busy.calls
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,13 @@ def test_drafts_on_one_thread_are_those_on_several(folder: Path, drafter: str) -
     with Runtime.open(folder / "engines", threads=2, verify=False) as runtime:
         made, how = runtime._speculation.drafter(drafter), SpeculationParams(drafter, budget=whole_of(drafter))
         found = []
+        made.load_one_thread()
         for threads in (2, 1, 2):
-            made.use_one_thread(threads == 1)
+            made.draft_on_one_thread(threads == 1)
+            for rows, expected in ((8, threads), (9, 2)):
+                program = made._draft_program(rows)
+                assert program._session.get_session_options().intra_op_num_threads == expected
             assert not made._calls.items()
-            assert made._programs[names.DRAFT]._session.get_session_options().intra_op_num_threads == threads
             ended = runtime.generate(PROMPTS, params(0.0), how)
             found.append((texts(ended), [one.metrics.num_accepted_draft_tokens for one in ended]))
         assert found[0] == found[1] == found[2]
