@@ -175,16 +175,13 @@ class Advice:
     """The prediction for trees of one size in a batch.
 
     nodes: most drafted ones of a tree.   tokens: of a sequence in a step, the verifier's own included.
-    drafted: mean nodes of a step's tree.   gain: tokens a second over plain decoding.
-    least_tokens: tokens of a step from which speculation pays.   least_accepted: the accepted share of drafted nodes.
+    drafted: mean nodes of a step's tree.   least_accepted: the share of them from which speculation pays.
     """
 
     batch: int
     nodes: int
     tokens: float
     drafted: float
-    gain: float
-    least_tokens: float
     least_accepted: float
 
     @property
@@ -192,20 +189,29 @@ class Advice:
         """The share of drafted nodes that is accepted."""
         return (self.tokens - 1) / self.drafted
 
+    @property
+    def least_tokens(self) -> float:
+        """Tokens of a step from which speculation pays: its time over that of a plain step."""
+        return 1 + self.least_accepted * self.drafted
+
+    @property
+    def gain(self) -> float:
+        """Tokens a second over plain decoding."""
+        return self.tokens / self.least_tokens
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
-        return {**vars(self), "accepted": self.accepted, "pays": self.gain > 1}
+        more = {"accepted": self.accepted, "least_tokens": self.least_tokens, "gain": self.gain}
+        return {**vars(self), **more, "pays": self.gain > 1}
 
 
 def advise(curve: AcceptanceCurve, times: StepTimes, batch: int, nodes: int) -> Advice:
     """Return the prediction for trees of at most `nodes` nodes, at least 1."""
     found = curve.expected(nodes)
     plain_ms = times.verify_ms(batch, 0, 0.0) + at(times.aside_ms, batch, 0)
+    cost = at(times.aside_ms, batch, nodes) / found.drafted / plain_ms
     verifying = times.verify_ms(batch, nodes, found.drafted) / plain_ms
-    drafting = at(times.aside_ms, batch, nodes) / plain_ms
-    least = least_accepted(drafting / found.drafted, found.drafted, verifying)
-    gain = found.tokens / (verifying + drafting)
-    return Advice(batch, nodes, found.tokens, found.drafted, gain, 1 + least * found.drafted, least)
+    return Advice(batch, nodes, found.tokens, found.drafted, least_accepted(cost, found.drafted, verifying))
 
 
 def best(curve: AcceptanceCurve, times: StepTimes, batch: int, most: int) -> Advice:
