@@ -14,7 +14,7 @@ share for each number of steps of its last draft that are used, and the mix of t
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,9 +30,9 @@ from redraft.runtime.controllers.cost import CostCurve
 from redraft.types import OfferKind
 
 HEADER = ("method", "batch", "nodes", "tokens a step", "break-even", "accepted", "break-even", "gain", "fastest")
-_TOKENS = {"tokens": "-", "least_tokens": "--"}
-_OF = {"tokens": "", "least_tokens": ", break-even"}
 CHECK_HEADER = ("method", "nodes", "predicted gain", "measured gain", "95 % interval", "difference")
+_LINES = {"tokens": ("-", ""), "least_tokens": ("--", ", break-even")}
+"""Line of each kind of tokens in the picture, and its name after the method's."""
 
 
 class DraftStep(NamedTuple):
@@ -91,10 +91,8 @@ class AcceptanceCurve:
     def shares(self) -> list[float]:
         """Shares of fresh drafts whose node of rank 1, 2 … was accepted."""
         fresh = self._by_used[0]
-        accepted = [rank for step in fresh for rank in step.accepted]
-        counts = np.bincount(accepted, minlength=1 + max(step.nodes for step in fresh))
-        shares: list[float] = (counts[1:] / len(fresh)).tolist()
-        return shares
+        counts = Counter(rank for step in fresh for rank in step.accepted)
+        return [counts[rank] / len(fresh) for rank in range(1, 1 + max(step.nodes for step in fresh))]
 
     def expected(self, nodes: int) -> Expected:
         """Return the means over steps with trees of at most `nodes` nodes, as a fixed budget makes them.
@@ -245,12 +243,12 @@ def draw(methods: Mapping[str, Mapping[str, Any]], pictures: Pictures, name: str
     """Draw gains by batch, and below them tokens a step next to those of the break-even."""
     with pictures.axes(name, height=7, rows=2, ylabel="times as fast as plain decoding") as (gains, tokens):
         for number, (method, found) in enumerate(methods.items()):
-            batches = [*map(int, found["batches"])]
-            values = {key: [each[key] for each in found["batches"].values()] for key in ("gain", *_TOKENS)}
-            gains.plot(batches, values["gain"], label=method)
-            for key, line in _TOKENS.items():
-                colour = COLOURS[number % len(COLOURS)]
-                tokens.plot(batches, values[key], line, color=colour, label=f"{method}{_OF[key]}")
+            batches, advised = [*map(int, found["batches"])], [*found["batches"].values()]
+            colour = COLOURS[number % len(COLOURS)]
+            gains.plot(batches, [each["gain"] for each in advised], color=colour, label=method)
+            for key, (line, name_after) in _LINES.items():
+                values = [each[key] for each in advised]
+                tokens.plot(batches, values, line, color=colour, label=f"{method}{name_after}")
             for axes in (gains, tokens):
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(batches, map(str, batches))

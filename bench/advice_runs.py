@@ -78,7 +78,7 @@ def measure(
         whole_trees = how[_way(drafter, budget.nodes)]
         lines = [trace(runtime, one, settings.params, whole_trees)[0] for one in ids]
         drafts = [*draft_steps(chain(*lines), settings.params.max_tokens, min(budget.depth, budget.nodes))]
-        if not any(step.used == 0 for step in drafts):
+        if not any(step.used == 0 and step.nodes for step in drafts):
             raise UsageError(
                 f"no text is longer than the {budget.depth} levels of a tree of {drafter}",
                 "raise --max-new-tokens, or give other prompts",
@@ -141,8 +141,9 @@ def _steps(
         verify_ms, all_ms = (clock.verify - before.verify) * 1e3, (clock.total - before.total) * 1e3
         nodes = (sum(one.counters.drafted for one in requests) - drafted) / len(requests)
         found.append(StepMs(verify_ms, all_ms - verify_ms, nodes))
-    if failed := next((one for one in requests if one.error is not None), None):
-        raise failed.error
+    for request in requests:
+        if request.error is not None:
+            raise request.error
     if len(found) <= _UNTIMED_STEPS:
         raise UsageError("the prompts leave no space in the context for a batch's steps", "give shorter prompts")
     return found[_UNTIMED_STEPS:]

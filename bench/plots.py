@@ -35,7 +35,7 @@ def check_plots() -> None:
 class Pictures:
     """Draws pictures into a folder. files: those of each picture by its name, one for each of `kinds`."""
 
-    def __init__(self, folder: Path, title: str, kinds: Sequence[str] = KINDS) -> None:
+    def __init__(self, folder: Path, title: str, kinds: Sequence[str] = (*KINDS,)) -> None:
         self.files: dict[str, list[Path]] = {}
         self.title = title
         self._folder = folder
