@@ -21,9 +21,9 @@ from redraft.runtime.steps.measurements import SIZES, measure_curve
 MOST_NODES = 16
 """Nodes of the largest trees that runs draft."""
 _MIDDLE_NODES = 4
-ROUNDS = 3
-"""Times that each prompt is decoded for a check, and that each batch is timed."""
-CURVE_SECONDS = 0.5
+ROUNDS, CHECK_ROUNDS = 2, 3
+"""Times that each prompt and batch is decoded, to predict and to check a prediction."""
+CURVE_SECONDS = 1.0
 """Time to measure a curve of verifications."""
 _UNTIMED_STEPS, _TIMED_STEPS, _STEPS_SECONDS = 2, range(4, 33), 0.4
 """Steps of a batch. In the first ones, drafters compute rows of prompts. More than the least are timed if they fit."""
@@ -66,9 +66,9 @@ def measure(
         for drafter, budget in trees.items()
         for nodes in _sizes(budget.nodes)
     }
-    runs = compare(runtime, prompts, list(how), replace(settings, ways=how), progress)
+    runs = compare(runtime, [*prompts] * ROUNDS, list(how), replace(settings, ways=how), progress)
     steps = {1: {way: _step_ms(totals_of(runs, way)) for way in how}}
-    ids = [run.token_ids for run in runs]
+    ids = [run.token_ids for run in runs[: len(prompts)]]
     for batch in sorted({*batches} - {1}):
         steps[batch] = _batch_steps(runtime, list(islice(cycle(ids), batch)), settings.params, how, progress)
     curves = _curves(runtime, steps, progress)
@@ -172,7 +172,7 @@ def check(
         drafter: SpeculationParams(drafter, budget=replace(largest(drafters[drafter]), nodes=advice.nodes))
         for drafter, advice in predicted.items()
     }
-    runs = compare(runtime, [*prompts] * ROUNDS, list(ways), replace(settings, ways=ways), progress)
+    runs = compare(runtime, [*prompts] * CHECK_ROUNDS, list(ways), replace(settings, ways=ways), progress)
     timed = [run for run in runs if run.timed]
     if not timed:
         raise UsageError("every output is too short to time", "raise --max-new-tokens, or give other prompts")

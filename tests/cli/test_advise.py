@@ -23,7 +23,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ROUNDS": 1, "CURVE_SECONDS": 0.02, "_STEPS_SECONDS": 0.0}.items():
+    for name, value in {"ROUNDS": 1, "CHECK_ROUNDS": 1, "CURVE_SECONDS": 0.02, "_STEPS_SECONDS": 0.0}.items():
         monkeypatch.setattr(advice_runs, name, value)
 
 
