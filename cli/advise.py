@@ -12,6 +12,7 @@ from redraft.cli.bench_load import parse_batches
 from redraft.cli.bench_setup import conditions
 from redraft.cli.console import print_caveats, print_json, print_table, progress
 from redraft.cli.options import Device, Engines, Json, NewTokens, System, Threads, Verify
+from redraft.cli.profile import check_writable
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def advise(
 
 
 def check_plot(plot: Path | None) -> None:
-    """Raise UsageError if the picture cannot be drawn, or the file's name is of another kind."""
+    """Raise UsageError if the picture cannot be drawn or written, or the file's name is of another kind."""
     from redraft.bench.plots import KINDS, check_plots
 
     if plot is None:
@@ -94,6 +95,7 @@ def check_plot(plot: Path | None) -> None:
     if plot.suffix[1:] not in KINDS:
         raise UsageError(f"--plot {plot}: expected a name that ends with .svg or .png", "rename it")
     check_plots()
+    check_writable(plot, "--plot")
 
 
 def drafters_of(engines: Path) -> dict[str, DrafterRecord]:
@@ -109,7 +111,7 @@ def drafters_of(engines: Path) -> dict[str, DrafterRecord]:
 
 
 def draw_plot(result: dict[str, Any], plot: Path) -> None:
-    """Draw the figures. Raises UsageError if the file cannot be written."""
+    """Draw the figures."""
     from redraft.bench.advice import draw
     from redraft.bench.plots import Pictures
 

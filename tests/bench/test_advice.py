@@ -72,10 +72,13 @@ def test_tokens_are_one_and_the_shares_of_the_nodes() -> None:
 
 
 def test_smaller_trees_resample_more_often() -> None:
-    """Whole trees of two nodes bring 3 tokens, and nothing is left to resample. Those of one node bring 2."""
-    curve = AcceptanceCurve([DraftStep(0, 2, (1, 2)), DraftStep(2, 1, ())])
-    assert curve.expected(2) == (3.0, 2.0)
-    assert curve.expected(1) == (1.5, 1.0)
+    """Every second tree of two nodes brings 3 tokens, and nothing is left to resample. Those of one node bring 2.
+
+    A resampled tree has half of the nodes of a fresh one, rounded up.
+    """
+    curve = AcceptanceCurve([DraftStep(0, 2, (1, 2)), DraftStep(0, 2, (1,)), DraftStep(2, 2, (1, 2))])
+    assert curve.expected(2) == pytest.approx(((2.5 + 0.5 * 2) / 1.5, (2 + 0.5) / 1.5))
+    assert curve.expected(1) == (2.0, 1.0)
 
 
 def test_break_even_by_hand() -> None:
