@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,9 +126,17 @@ def show(result: dict[str, Any]) -> None:
     from redraft.bench.advice import check_table, table
 
     machine = result["environment"]
-    print_caveats(machine["model"]["caveats"])
+    print_caveats([*machine["model"]["caveats"], *noise(result["methods"])])
     print_table(
         table(result["methods"]), f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}"
     )
     if "check" in result:
         print_table(check_table(result["check"]), "\nfor one sequence, trees of the predicted size")
+
+
+def noise(methods: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of times that cannot be right."""
+    for method, found in methods.items():
+        for batch, each in found["batches"].items():
+            if each["least_tokens"] < 1:
+                yield f"{method}, batch {batch}: a plain step took longer than a speculative one: the machine is busy"

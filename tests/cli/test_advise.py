@@ -47,8 +47,11 @@ def test_figures_table_and_picture(
         assert checked["difference"] == pytest.approx(one["gain"] / checked["measured"] - 1)
     assert "lyanna, break-even" in plot.read_text("utf-8")
     assert not plot.with_suffix(".png").exists()
+    found["methods"]["fast"]["batches"]["2"]["least_tokens"] = 0.9
     show(found)
-    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr()
+    assert "beware: fast, batch 2: a plain step took longer than a speculative one" in shown.err
+    lines = [line.split()[:2] for line in shown.out.splitlines()]
     assert lines[1:6] == [["method", "batch"], ["lyanna", "1"], ["lyanna", "2"], ["fast", "1"], ["fast", "2"]]
     assert lines[8:] == [["method", "nodes"], *([name, str(each["nodes"])] for name, each in found["check"].items())]
 
