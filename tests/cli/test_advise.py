@@ -61,6 +61,7 @@ def test_refused(refused: Refused, bundle: Path, tiny_bundle: Path, prompts: Pat
     assert "Missing option '--prompts'" in refused(*tiny, status=2)
     given = (*tiny, "--prompts", prompts)
     assert "expected a name that ends with .svg or .png" in refused(*given, "--plot", tmp_path / "gain.gif", status=2)
+    assert "cannot be written" in refused(*given, "--plot", tmp_path / "none/gain.png", status=2)
     assert "--batch '0': expected whole numbers from 1" in refused(*given, "--batch", "0", status=2)
     without = refused("advise", "--engines", bundle, "--prompts", prompts, status=2)
     assert "this bundle has no drafter to advise on" in without
