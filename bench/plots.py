@@ -18,6 +18,8 @@ from redraft.runtime.trees.tree import depths_of
 COLOURS = ("#80b1d3", "#fb8072", "#8dd3c7", "#fdb462", "#bebada", "#b3de69", "#fccde5", "#bc80bd", "#d9d9d9", "#636363")
 GREY = COLOURS[-1]
 _MARKERS = list("osD^vPX*<>")
+KINDS: Mapping[str, Mapping[str, Any]] = {"png": {"dpi": 110}, "svg": {"metadata": {"Date": None}}}
+"""Files of a picture, and how matplotlib writes them."""
 Points = tuple[Sequence[float], Sequence[float]]
 """Places and values."""
 
@@ -31,12 +33,13 @@ def check_plots() -> None:
 
 
 class Pictures:
-    """Draws pictures into a folder. files: PNG and SVG by the picture's name."""
+    """Draws pictures into a folder. files: those of each picture by its name, one for each of `kinds`."""
 
-    def __init__(self, folder: Path, title: str) -> None:
+    def __init__(self, folder: Path, title: str, kinds: Sequence[str] = (*KINDS,)) -> None:
         self.files: dict[str, list[Path]] = {}
         self.title = title
         self._folder = folder
+        self._kinds = kinds
 
     @contextmanager
     def axes(self, name: str, width: float = 7, height: float = 4, rows: int = 1, **settings: Any) -> Iterator[Any]:
@@ -74,12 +77,12 @@ class Pictures:
     def _write(self, drawn: Any, name: str) -> list[Path]:
         from matplotlib import rc_context
 
-        paths = [self._folder / f"{name}.png", self._folder / f"{name}.svg"]
+        paths = [self._folder / f"{name}.{kind}" for kind in self._kinds]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with rc_context({"svg.hashsalt": name}):
-                drawn.savefig(paths[0], dpi=110)
-                drawn.savefig(paths[1], metadata={"Date": None})
+                for path, kind in zip(paths, self._kinds, strict=True):
+                    drawn.savefig(path, format=kind, **KINDS[kind])
         except OSError as error:
             raise UsageError(f"cannot write plots to {self._folder}: {error.strerror}", "give another folder") from None
         return paths

@@ -11,7 +11,22 @@ import typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer exports only its leaves
 
 from redraft import __version__
-from redraft.cli import bench, build, chat, check, demo, doctor, generate, inspect, profile, replay, serve, top, train
+from redraft.cli import (
+    advise,
+    bench,
+    build,
+    chat,
+    check,
+    demo,
+    doctor,
+    generate,
+    inspect,
+    profile,
+    replay,
+    serve,
+    top,
+    train,
+)
 from redraft.errors import RedraftError
 from redraft.interrupts import interrupts_repeated
 from redraft.packages import extra_of
@@ -33,6 +48,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
+app.command("advise")(advise.advise)
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
 app.command("demo")(demo.demo)

@@ -164,11 +164,11 @@ def recorded(asked: ProfileRun, out: Path | None, report: Reporter) -> dict[str,
     }
 
 
-def check_writable(out: Path) -> None:
-    """Raise UsageError if `out` cannot be written. A file there changes only after success."""
+def check_writable(out: Path, option: str = "--out") -> None:
+    """Raise UsageError if `out`, which `option` names, cannot be written. A file there changes only after success."""
     new = not out.exists()
     if new or out.is_dir() or not os.access(out, os.W_OK):
-        writable(out, "--out").close()
+        writable(out, option).close()
     if new:
         out.unlink()
 

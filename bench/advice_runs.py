@@ -1,0 +1,191 @@
+"""Short runs that measure what `redraft.bench.advice` predicts from, and the check of a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice
+from statistics import fmean, median
+from typing import Any
+
+from redraft.bench.advice import AcceptanceCurve, Advice, StepMs, StepTimes, best, draft_steps, step_times
+from redraft.bench.compare import PLAIN, Progress, Settings, Totals, compare, times_as_fast, totals_of, trace
+from redraft.bench.prompts import BenchPrompt
+from redraft.errors import UsageError
+from redraft.methods.base import TreeLimits
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.controllers.cost import CostCurve
+from redraft.runtime.loop.decode_loop import DecodeLoop
+from redraft.runtime.steps.measurements import SIZES, measure_curve
+
+MOST_NODES = 16
+"""Nodes of the largest trees that runs draft."""
+_MIDDLE_NODES = 4
+ROUNDS, CHECK_ROUNDS = 2, 3
+"""Times that each prompt and batch is decoded, to predict and to check a prediction."""
+CURVE_SECONDS = 1.0
+"""Time to measure a curve of verifications."""
+_UNTIMED_STEPS, _TIMED_STEPS, _STEPS_SECONDS = 2, range(4, 33), 0.4
+"""Steps of a batch. In the first ones, drafters compute rows of prompts. More than the least are timed if they fit."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Acceptance of a method, and the times of its steps.   most: nodes of its trees."""
+
+    curve: AcceptanceCurve
+    times: StepTimes
+    most: int
+
+    def best(self, batch: int) -> Advice:
+        """Return the prediction of the best size for a batch."""
+        return best(self.curve, self.times, batch, self.most)
+
+
+def largest(limits: TreeLimits) -> Budget:
+    """Return the largest trees that runs draft with a drafter of these limits."""
+    return Budget(min(limits.nodes, MOST_NODES), limits.depth, limits.width)
+
+
+def _sizes(most: int) -> list[int]:
+    """Return the nodes of trees whose steps are timed."""
+    return sorted({1, min(_MIDDLE_NODES, most), most})
+
+
+def measure(
+    runtime: Runtime, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits], settings: Settings,
+    batches: Collection[int], progress: Progress,
+) -> dict[str, Measured]:  # fmt: skip
+    """Decode the prompts plainly and by each drafter, alone and in batches, with a few sizes of trees.
+
+    Raises UsageError if no text is long enough for a whole tree.
+    """
+    trees = {drafter: largest(limits) for drafter, limits in drafters.items()}
+    how = {PLAIN: SpeculationParams(PLAIN)} | {
+        _way(drafter, nodes): SpeculationParams(drafter, budget=replace(budget, nodes=nodes))
+        for drafter, budget in trees.items()
+        for nodes in _sizes(budget.nodes)
+    }
+    runs = compare(runtime, [*prompts] * ROUNDS, list(how), replace(settings, ways=how), progress)
+    steps = {1: {way: _step_ms(totals_of(runs, way)) for way in how}}
+    ids = [run.token_ids for run in runs[: len(prompts)]]
+    for batch in sorted({*batches} - {1}):
+        steps[batch] = _batch_steps(runtime, list(islice(cycle(ids), batch)), settings.params, how, progress)
+    curves = _curves(runtime, steps, progress)
+    found = {}
+    for drafter, budget in trees.items():
+        progress(f"tracing {drafter}")
+        whole_trees = how[_way(drafter, budget.nodes)]
+        lines = [trace(runtime, one, settings.params, whole_trees)[0] for one in ids]
+        drafts = [*draft_steps(chain(*lines), settings.params.max_tokens, min(budget.depth, budget.nodes))]
+        if not any(step.used == 0 and step.nodes for step in drafts):
+            raise UsageError(
+                f"no text is longer than the {budget.depth} levels of a tree of {drafter}",
+                "raise --max-new-tokens, or give other prompts",
+            )
+        times = {
+            batch: {0: each[PLAIN], **{nodes: each[_way(drafter, nodes)] for nodes in _sizes(budget.nodes)}}
+            for batch, each in steps.items()
+        }
+        found[drafter] = Measured(AcceptanceCurve(drafts), step_times(curves, times), budget.nodes)
+    return found
+
+
+def _way(drafter: str, nodes: int) -> str:
+    return f"{drafter}, {nodes} nodes"
+
+
+def _step_ms(totals: Totals) -> StepMs:
+    verify_ms, steps = totals.stage_ms["verify"], max(totals.steps, 1)
+    return StepMs(verify_ms / steps, (sum(totals.stage_ms.values()) - verify_ms) / steps, totals.drafted / steps)
+
+
+def _batch_steps(
+    runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: Mapping[str, SpeculationParams],
+    progress: Progress,
+) -> dict[str, StepMs]:  # fmt: skip
+    """Return the step of each way over one batch of all prompts. The ways take turns.
+
+    The time of its verification is the median, since other programs interrupt some calls. The rest is a mean: steps
+    with resampled trees take less.
+    """
+    rounds: dict[str, list[StepMs]] = {way: [] for way in how}
+    for number in range(1, ROUNDS + 1):
+        progress(f"timing steps of {len(prompts)} sequences, round {number} of {ROUNDS}")
+        for way, each in how.items():
+            rounds[way] += _steps(runtime, prompts, params, each)
+    columns = {way: [*zip(*steps, strict=True)] for way, steps in rounds.items()}
+    return {way: StepMs(median(ms), fmean(rest), fmean(drafted)) for way, (ms, rest, drafted) in columns.items()}
+
+
+def _steps(
+    runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: SpeculationParams
+) -> list[StepMs]:
+    """Return steps in which all prompts are continued."""
+    runtime.forget_prefixes()
+    params = replace(params, max_tokens=runtime.max_model_len, ignore_eos=True)
+    plain = runtime.requests(prompts[:1], [(params, SpeculationParams(PLAIN))])[0].speculation
+    requests = runtime.requests(prompts, [(params, how)] * len(prompts))
+    loop, clock = DecodeLoop(runtime.verifier, plain), runtime.verifier.clock
+    for request in requests:
+        loop.add(request)
+    while not all(one.new_tokens or one.finish_reason for one in requests):
+        loop.step()
+    found: list[StepMs] = []
+    began = clock.total
+    while len(found) < _UNTIMED_STEPS + _TIMED_STEPS[-1] and not any(one.finish_reason for one in requests):
+        if len(found) >= _UNTIMED_STEPS + _TIMED_STEPS[0] and clock.total - began > _STEPS_SECONDS:
+            break
+        before, drafted = clock.copy(), sum(one.counters.drafted for one in requests)
+        loop.step()
+        verify_ms, all_ms = (clock.verify - before.verify) * 1e3, (clock.total - before.total) * 1e3
+        nodes = (sum(one.counters.drafted for one in requests) - drafted) / len(requests)
+        found.append(StepMs(verify_ms, all_ms - verify_ms, nodes))
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    if len(found) <= _UNTIMED_STEPS:
+        raise UsageError("the prompts leave no space in the context for a batch's steps", "give shorter prompts")
+    return found[_UNTIMED_STEPS:]
+
+
+def _curves(runtime: Runtime, batches: Collection[int], progress: Progress) -> dict[int, CostCurve]:
+    """Measure t for each batch. Rows of earlier requests are lost."""
+    sizes = tuple(size for size in SIZES if size <= 1 + MOST_NODES)
+    runtime.forget_prefixes()
+    found = {}
+    for batch in batches:
+        progress(f"timing verifications of {batch} sequences")
+        found[batch] = measure_curve(runtime.verifier, sizes, CURVE_SECONDS, batch)
+    return found
+
+
+def check(
+    runtime: Runtime, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits],
+    predicted: Mapping[str, Advice], settings: Settings, progress: Progress,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Decode the prompts plainly and with trees of the predicted sizes, in turn. Return both gains by drafter.
+
+    predicted: for one sequence, by drafter.   Raises UsageError if every output is too short to time.
+    """
+    ways = {
+        drafter: SpeculationParams(drafter, budget=replace(largest(drafters[drafter]), nodes=advice.nodes))
+        for drafter, advice in predicted.items()
+    }
+    runs = compare(runtime, [*prompts] * CHECK_ROUNDS, list(ways), replace(settings, ways=ways), progress)
+    timed = [run for run in runs if run.timed]
+    if not timed:
+        raise UsageError("every output is too short to time", "raise --max-new-tokens, or give other prompts")
+    found = {}
+    for drafter, advice in predicted.items():
+        speed = times_as_fast(timed, [drafter])
+        found[drafter] = {
+            "nodes": advice.nodes,
+            "predicted": advice.gain,
+            "measured": speed.ratio,
+            "measured_interval": speed.interval,
+            "difference": advice.gain / speed.ratio - 1,
+            "tokens_predicted": advice.tokens,
+            "tokens_measured": totals_of(timed, drafter).tau,
+        }
+    return found
