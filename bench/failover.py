@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60, help="different ones")
     asked = parser.parse_args()
     if asked.replicas < 2 or min(asked.kills, asked.requests) < 1 or asked.clients < asked.replicas:
-        raise UsageError("--replicas must be at least 2, --kills and --requests positive, --clients at least --replicas")
+        raise UsageError(
+            "--replicas must be at least 2, --kills and --requests positive, --clients at least --replicas"
+        )
     figures = failover(
         asked.engines, asked.replicas, asked.kills, asked.clients, asked.requests,
         lambda line: print(line, file=sys.stderr),

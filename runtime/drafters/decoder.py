@@ -348,9 +348,7 @@ class DecoderDrafter(EngineDrafter):
         shape = len(slots), ends, self.shape.draft_vocabulary
         logits = [buffer.part(*shape) for buffer in self._level_logits(levels)]
         first, later = ({**given, **self._read(slots, rows)} for rows in (width, 1))
-        return DraftCall(
-            self._device, self._draft_program(len(slots) * width), len(slots), width, first, later, logits
-        )
+        return DraftCall(self._device, self._draft_program(len(slots) * width), len(slots), width, first, later, logits)
 
     def _read(self, slots: range, width: int) -> Mapping[str, Buffer]:
         """Return the buffers that `_prepare` fills, for a run over `width` rows of these slots."""

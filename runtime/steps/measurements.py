@@ -271,8 +271,8 @@ def _saved_draft(values: Mapping[str, Any]) -> tuple[Costs, bool] | None:
 def _measured(verifier: Verifier, drafter: TimedDrafter, several: bool) -> tuple[Costs, bool]:
     """Return the least costs of a drafter's calls, and whether one thread is better than several.
 
-    Calls of both kinds take turns, and alternate with the verifier's, as in decoding: there each call evicts the other's
-    weights from the caches, and the host works in between. Decoding corrects times that are too low.
+    Calls of both kinds take turns, and alternate with the verifier's, as in decoding: there each call evicts the
+    other's weights from the caches, and the host works in between. Decoding corrects times that are too low.
     """
     taken: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     start = time.perf_counter()
