@@ -61,8 +61,7 @@ class Adaptive(Controller):
     The controller uses the offer with the largest gain, less the cost of making its tree. It takes no resampled tree
     together with a fresh draft, since that brings few more tokens than the draft. The gain of a ready tree is known.
     The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh draft
-    does not pay, the next one is delayed, and the delay doubles each time. After one that loses more than a plain step,
-    all requests of the method wait. A drafter that can stop inside a draft ends
+    does not pay, the next one is delayed, and the delay doubles each time. A drafter that can stop inside a draft ends
     it where a node's joint probability no longer pays for one more level of drafting and verification.
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
@@ -171,9 +170,7 @@ class Adaptive(Controller):
                 continue
             tries = self._tries(state)
             tries.since += 1
-            state.method.owed = max(state.method.owed - 1.0, 0.0)
-            late = tries.since > tries.patience * sequences and not state.method.owed
-            if late and waiting < due.get(id(tries), (sys.maxsize, state))[0]:
+            if tries.since > tries.patience * sequences and waiting < due.get(id(tries), (sys.maxsize, state))[0]:
                 due[id(tries)] = waiting, state
         for _, state in due.values():
             state.tried = True
@@ -312,11 +309,8 @@ class Adaptive(Controller):
                 gained.setdefault((key.drafter, key.kind), []).append((state, own - state.gains[OfferKind.LOOKUP]))
         for call, users in gained.items():
             if call[1] is OfferKind.FRESH:
-                lost = self._rate * self._costs.call_ms(call, len(users)) - sum([max(more, 0.0) for _, more in users])
-                pays = lost < 0
+                pays = sum([max(more, 0.0) for _, more in users]) > self._rate * self._costs.call_ms(call, len(users))
                 state, more = users[0]
-                if state.tried:
-                    state.method.lost(lost)
                 longest = LONGEST_PAUSE * (2 if self._shared else 1)
                 self._tries(state).made(pays and (more > 0 or self._shared), longest)
 

@@ -31,9 +31,6 @@ _OUTLIER, _LEAST_MS = 2.0, 0.05
 _PREMIUM, _MARGIN, _FIRST_BALANCE, _MOST_SAVED, _MOST_OWED = 0.005, 0.01, 1.0, 8.0, 1.0
 """Of a batch's account, in plain steps: the premium of a plain step, the least gain of a speculative one, and the first
 balance, the largest, and the debt."""
-_CHEAP_TRY, _MOST_LOST, _LONGEST_OWED = 1.0, 0.05, 128.0
-"""Plain steps that a try of a draft may lose at any time, the share of all steps that dearer ones may lose, and the
-most steps that they wait therefore."""
 _SETTLED = 4
 """Latest plain steps whose mean time gains are compared with. The machine's speed drifts within seconds."""
 _FIRST_AUDIT, _LONGEST_AUDIT = 8, 256
@@ -165,17 +162,11 @@ class MethodRecord:
 
     gain: expected tokens of trees beyond their cost of verification, by offer.
     tries: of fresh drafts whose calls other requests may wait for.
-    owed:  steps of its requests before any of them tries again, after tries that lost much.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
     gain: dict[OfferKey, float] = field(default_factory=dict)
     tries: Tries = field(default_factory=Tries)
-    owed: float = 0.0
-
-    def lost(self, tokens: float) -> None:
-        """Note what a try lost, in tokens: about plain steps. Dear tries may lose a small share of all steps."""
-        self.owed = min(self.owed + max(tokens - _CHEAP_TRY, 0.0) / _MOST_LOST, _LONGEST_OWED)
 
 
 @dataclass(slots=True)
