@@ -71,7 +71,9 @@ class DecoderDrafter(EngineDrafter):
     def __init__(self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any) -> None:
         """Load its programs. Raises as `EngineDrafter`."""
         super().__init__(verifier, built, tables, options, self.step_graphs)
-        self._calls: LruCache[tuple[range, int, int, int], DraftCall] = LruCache(self._most_calls, self._device.wait)
+        self._calls: LruCache[tuple[range, int, int, int, bool], DraftCall] = LruCache(
+            self._most_calls, self._device.wait
+        )
         self._positions = np.minimum(self._positions, verifier.max_model_len - 1)
         """Position of each row. No token has a row beyond the context; those of padding must have some position."""
         self._logits: list[Buffer] = []
@@ -338,7 +340,8 @@ class DecoderDrafter(EngineDrafter):
 
     def _call(self, slots: range, width: int, levels: int, ends: int = 1) -> DraftCall:
         """Return the work of `levels` runs over `width` rows of which `ends` get candidates."""
-        return self._calls.get((slots, width, levels, ends), lambda: self._bound(slots, width, levels, ends))
+        key = slots, width, levels, ends, self._on_one_thread
+        return self._calls.get(key, lambda: self._bound(slots, width, levels, ends))
 
     def _bound(self, slots: range, width: int, levels: int, ends: int) -> DraftCall:
         """Return such a work, bound to buffers."""

@@ -50,7 +50,6 @@ class EngineDrafter(TreeMaker):
     """The shared part of such drafters. The method's shape has `nodes` of a draft."""
 
     has_engines = True
-    _calls: LruCache[Any, Any]
 
     def __init__(
         self, verifier: Verifier, built: BuiltDrafter, tables: Mapping[str, Array], options: Any,
@@ -153,7 +152,6 @@ class EngineDrafter(TreeMaker):
         No step may be running.
         """
         self._on_one_thread = one
-        self._calls.clear()
 
     def _draft_program(self, rows: int) -> Program:
         """Return the program of drafts over so many rows of all slots."""

@@ -55,7 +55,7 @@ class OneCallDrafter(FeatureBuffers):
         self._store = verifier.steps.store if device.step_graphs else None
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         super().__init__(verifier, built, tables, options, step_graphs, copied)
-        self._calls: LruCache[CallShape, TreeCall] = LruCache(self._most_calls, device.wait)
+        self._calls: LruCache[tuple[CallShape, bool], TreeCall] = LruCache(self._most_calls, device.wait)
         verifier.attach(self)
         if device.asynchronous:
             self._warm()
@@ -227,7 +227,8 @@ class OneCallDrafter(FeatureBuffers):
         return budget.depth < min(limits.depth, most) or budget.width < min(limits.width, most)
 
     def _call(self, kind: str, slots: range, width: int) -> TreeCall:
-        return self._calls.get((kind, slots, width), lambda: self._bound(kind, slots, width))
+        key = (kind, slots, width), self._on_one_thread
+        return self._calls.get(key, lambda: self._bound(kind, slots, width))
 
     def _bound(self, kind: str, slots: range, width: int) -> TreeCall:
         """Return a call over the slots' state, bound to buffers."""

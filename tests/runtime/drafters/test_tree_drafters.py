@@ -203,7 +203,6 @@ def test_drafts_on_one_thread_are_those_on_several(folder: Path, drafter: str) -
             for rows, expected in ((8, threads), (9, 2)):
                 program = made._draft_program(rows)
                 assert program._session.get_session_options().intra_op_num_threads == expected
-            assert not made._calls.items()
             ended = runtime.generate(PROMPTS, params(0.0), how)
             found.append((texts(ended), [one.metrics.num_accepted_draft_tokens for one in ended]))
         assert found[0] == found[1] == found[2]
