@@ -3,6 +3,7 @@
 chat    questions that the verifier asks itself: it continues the template's user turn (Xu et al., "Magpie", 2024)
 math    the questions of a `.jsonl` file of word problems
 code    functions of the Python standard library: to complete, write, explain, document and test
+edit    the same functions with a small change to make, so that most of an answer repeats its question
 prose   passages of books: to summarize, translate, rewrite, continue and discuss
 """
 
@@ -23,6 +24,15 @@ from redraft.train.data import Document
 _MARK = "\u241fquestion\u241f"
 _SHORTEST, _LONGEST = 40, 1200  # characters of a function
 _PASSAGE_WORDS = (40, 110)
+_EDITS = (
+    "Add type hints to this function.",
+    "Give this function a parameter `verbose=False`, and print what it does if it is true.",
+    "Check the arguments of this function, and raise ValueError with a clear message for wrong ones.",
+    "Shorten the docstring of this function to one line.",
+    "Add a comment to each step of this function.",
+    "Log the arguments and the result of this function with `logging.debug`.",
+    "Turn this function into an asynchronous one.",
+)
 _LANGUAGES = ("French", "German", "Spanish", "Italian", "Portuguese")
 _PROSE = (
     "Summarize the following passage in two or three sentences.\n\n{}",
@@ -82,7 +92,9 @@ def questions_of(kind: str, documents: Sequence[Document], count: int, rng: np.r
     """Return questions of a kind about documents, `count` of them if they are of prose."""
     if kind == "math":
         return word_problems(documents)
-    return code_questions(documents, rng) if kind == "code" else prose_questions(documents, count, rng)
+    if kind == "prose":
+        return prose_questions(documents, count, rng)
+    return (code_questions if kind == "code" else edit_questions)(documents, rng)
 
 
 def word_problems(documents: Sequence[Document]) -> list[str]:
@@ -127,6 +139,19 @@ def _about(source: str, function: ast.FunctionDef, rng: np.random.Generator) -> 
         f"Explain step by step how to implement this in Python: {described}",
     ]
     return [begun, *(others[i] for i in rng.choice(len(others), 2, replace=False))]
+
+
+def edit_questions(documents: Sequence[Document], rng: np.random.Generator) -> list[str]:
+    """Return a question for an edit of every function that `code_questions` asks about."""
+    questions: list[str] = []
+    for document in documents:
+        for source, function in _functions(document.text):
+            names = [one.arg for one in function.args.args if one.arg not in ("self", "cls")]
+            renamed = [f"Rename the parameter `{name}` of this function to `{name}_value`." for name in names]
+            edits = (*_EDITS, *renamed[:1])
+            edit = edits[rng.integers(len(edits))]
+            questions.append(f"{edit} Change nothing else, and write the whole function.\n\n```python\n{source}\n```")
+    return questions
 
 
 def prose_questions(documents: Sequence[Document], count: int, rng: np.random.Generator) -> list[str]:

@@ -41,7 +41,7 @@ from redraft.train.verifier_model import VerifierModel
 from redraft.train.writer import TextStart, Writer
 
 QUESTIONS = "questions.npz"
-KINDS = ("chat", "math", "code", "prose")
+KINDS = ("chat", "math", "code", "edit", "prose")
 _SORTED = 16  # batches whose prompts are sorted by length together
 _MOST_FREQUENT = 3  # the same question is asked at most so often
 _STATES_TOKENS = 4096  # tokens of a call that computes states of given texts
@@ -51,7 +51,7 @@ _STATES_TOKENS = 4096  # tokens of a call that computes states of given texts
 class TextRecipe:
     """Texts to write.
 
-    texts:           number by kind: `chat`, `math`, `code`, `prose`; `redraft.train.questions` describes the kinds.
+    texts:           number by kind, of KINDS; `redraft.train.questions` describes the kinds.
     greedy:          share of greedy texts; the others are sampled from the 64 likeliest tokens at temperature 1.
     new_tokens:      longest answer.   question_tokens: longest question that the verifier asks itself.
     rows:            texts that are written at once.

@@ -7,7 +7,7 @@ import pytest
 
 from redraft.errors import CheckpointError, DataError
 from redraft.train.data import Document, format_word_problem
-from redraft.train.questions import ChatTurns, code_questions, prose_questions, word_problems
+from redraft.train.questions import ChatTurns, code_questions, edit_questions, prose_questions, word_problems
 
 CODE = '''
 import os
@@ -65,6 +65,19 @@ def test_a_model_without_a_chat_template_is_refused(monkeypatch):
         turns(monkeypatch, bare)
     with pytest.raises(CheckpointError, match="does not show the user's message"):
         turns(monkeypatch, Words("nothing"))
+
+
+def test_an_edit_repeats_the_function_and_may_rename_its_parameter():
+    seen = set()
+    for seed in range(40):
+        (found,) = edit_questions([Document("code", "a.py", CODE)], np.random.default_rng(seed))
+        edit, _, source = found.partition("\n\n")
+        assert source.startswith("```python\ndef area(self, width, height):\n")
+        assert source.endswith("return width * height\n```")
+        seen.add(edit)
+    assert any("`width` of this function to `width_value`" in edit for edit in seen)
+    assert not any("`self`" in edit for edit in seen)
+    assert len(seen) > 5
 
 
 def test_a_function_with_a_docstring_gives_three_questions_of_different_forms():

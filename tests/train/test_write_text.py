@@ -271,10 +271,12 @@ def test_impossible_recipes_are_refused(values, message):
         TextRecipe(**values)
 
 
-def test_the_shipped_recipe_has_a_third_of_code_and_mathematics():
+def test_the_shipped_recipes_have_a_third_of_code_and_mathematics():
     texts = TextRecipe.load("smollm2-text").texts
     assert texts["code"] + texts["math"] >= sum(texts.values()) / 3
     assert TextRecipe(**to_plain(TextRecipe.load("smollm2-text"))).rows == 256
+    coder = TextRecipe.load("qwen-coder-text").texts
+    assert coder["code"] + coder["edit"] >= sum(coder.values()) / 2
 
 
 def test_the_commands(chat_folder, sources, tmp_path):
