@@ -12,7 +12,6 @@ fusion      `linear`        W [F ; E(x)] + b. EAGLE; HASS.
             `gated_fused`   h = W [F ; E(x)] + b, D (σ(G E(x)) ⊙ U N(h)) + h: the token samples from both in a wide
                             space. FSPAD (Gui et al. 2024, arXiv 2408.15562); its text names no formula, its authors'
                             program has this one.
-            `gated`         the same with F in place of N(h). redraft's earlier reading of FSPAD.
             `token_guided`  h = W [F ; E(x)] + b, z = U [N(h) ; N(E(x))] + b', D σ(z) + b'' + h. GRIFFIN (Hu et al.),
                             equations 5 to 7. `guides` names the inputs of U; without h among them, the last sum
                             has no h either.
@@ -22,7 +21,6 @@ fusion      `linear`        W [F ; E(x)] + b. EAGLE; HASS.
 outputs     `one`           P = R, the layer's output. EAGLE; HASS.
             `doubled`       SwiGLU has two outputs of n, each with the residual: P and R. FSPAD; GRIFFIN's
                             token-enhanced head (section 4.2), as the programs of their authors have it.
-            `two`           P and R are two linear maps of the layer's output. redraft's earlier reading of both.
             `normed`        P is the norm of R: the head reads a norm, the next step does not. EAGLE-3.
             `normed_back`   P = R is that norm. EAGLE-3.1's feedback.
 features    one of the verifier's hidden states, or several that a product maps to one, with a norm of each if
@@ -45,9 +43,9 @@ from redraft.errors import CheckpointError
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
 from redraft.names import LAST_HIDDEN_STATE
 
-Fusion = Literal["linear", "gated_fused", "gated", "token_guided", "token_guided_narrow", "attention"]
+Fusion = Literal["linear", "gated_fused", "token_guided", "token_guided_narrow", "attention"]
 Guide = Literal["fused", "token", "feature"]
-Outputs = Literal["one", "doubled", "two", "normed", "normed_back"]
+Outputs = Literal["one", "doubled", "normed", "normed_back"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +115,10 @@ class FeatureDrafter(nn.Module):
         self.features = nn.Linear(config.feature_size, n, bias=False) if several else None
         self.fusion = _FUSIONS[config.fusion](config)
         beside = config.fusion == "attention"
-        doubled, two = config.outputs == "doubled", config.outputs == "two"
         self.layer = DrafterLayer(
-            config, 2 * n if beside else n, config.input_norm and not beside, outputs=2 if doubled else 1
+            config, 2 * n if beside else n, config.input_norm and not beside,
+            outputs=2 if config.outputs == "doubled" else 1,
         )  # fmt: skip
-        self.predict = nn.Linear(n, n, bias=False) if two else None
-        self.regress = nn.Linear(n, n, bias=False) if two else None
         self.norm = _norm(config) if config.outputs.startswith("normed") else None
         self.head = nn.Linear(n, config.draft_size, bias=False) if config.own_head else None
 
@@ -151,8 +147,6 @@ class FeatureDrafter(nn.Module):
         if self.layer.outputs == 2:
             n = self.config.hidden_size
             return Predicted(out[..., :n], out[..., n:])
-        if self.predict is not None and self.regress is not None:
-            return Predicted(self.predict(out), self.regress(out))
         if self.norm is None:
             return Predicted(out, out)
         normed = self.norm(out)
@@ -177,16 +171,14 @@ class _Gated(_Linear):
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__(config)
         n, wide = config.hidden_size, config.fusion_size or config.intermediate_size
-        self.norm = _norm(config) if config.fusion == "gated_fused" else None
+        self.norm = _norm(config)
         self.gate = nn.Linear(n, wide, bias=False)
         self.up = nn.Linear(n, wide, bias=False)
         self.down = nn.Linear(wide, n, bias=False)
 
     def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
         fused, _ = super().forward(rows, embeddings)
-        fused = fused + self.down(
-            F.silu(self.gate(embeddings)) * self.up(rows if self.norm is None else self.norm(fused))
-        )
+        fused = fused + self.down(F.silu(self.gate(embeddings)) * self.up(self.norm(fused)))
         return fused, fused
 
 
@@ -225,6 +217,6 @@ class _Beside(nn.Module):
 
 
 _FUSIONS = {
-    "linear": _Linear, "gated_fused": _Gated, "gated": _Gated, "token_guided": _TokenGuided,
-    "token_guided_narrow": _TokenGuided, "attention": _Beside,
+    "linear": _Linear, "gated_fused": _Gated, "token_guided": _TokenGuided, "token_guided_narrow": _TokenGuided,
+    "attention": _Beside,
 }  # fmt: skip

@@ -80,8 +80,7 @@ EXPORTER = FeatureTreeExporter
 
 def _kind(config: FeatureConfig) -> str:
     """Return what tells drafters of one method from those of another."""
-    fusion = "gated" if config.fusion == "gated_fused" else config.fusion
-    return f"a fusion {fusion!r} and {'two outputs' if config.outputs in ('two', 'doubled') else 'one output'}"
+    return f"a fusion {config.fusion!r} and {'two outputs' if config.outputs == 'doubled' else 'one output'}"
 
 
 class _Draft(DraftGraph[FeatureDrafter]):

@@ -49,9 +49,6 @@ def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batche
     for name in ("layer.o_proj.weight", "layer.down_proj.weight", *added):
         if name in state:
             state[name] = torch.zeros_like(state[name])
-    for name in ("predict.weight", "regress.weight"):
-        if name in state:
-            state[name] = torch.eye(len(state[name]))
     if not fused and drafter.features is None:
         drafter.load_state_dict(state)
         return

@@ -118,10 +118,9 @@ MASKS = dict(step_weight=0.5, feature_loss="l1", hard=0.1, aligned=120)
             dict(feature_loss="l1", hard=0.4, greedy=0.2, top=5, top_weight=0.6),
             {"fusion": "gated_fused", "outputs": "doubled"},
         ),
-        (VOCABULARY, MASKS, {"fusion": "token_guided", "outputs": "two", "input_norm": False}),
+        (VOCABULARY, MASKS, {"fusion": "token_guided", "outputs": "doubled", "input_norm": False}),
         (150, MASKS, {"outputs": "normed_back"}),
-        (VOCABULARY, MASKS | {"masks": "earlier"}, {"fusion": "token_guided", "outputs": "doubled"}),
-        (150, MASKS | {"masks": "earlier"}, {"fusion": "gated", "outputs": "two"}),
+        (150, MASKS | {"masks": "earlier"}, {"fusion": "token_guided", "outputs": "doubled"}),
         (
             VOCABULARY,
             dict(soft=1.0),
