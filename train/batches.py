@@ -193,7 +193,7 @@ class KeptStates:
             if not self._shards.fits(sum(array.nbytes for array in arrays.values())):
                 return replace(batch, states=computed)
             self._shards.add(step, arrays)
-        shard = self._shards[step]  # also now, in half precision, as the next run has them
+        shard = self._shards[step]  # also now, in 8 bits, as the next run has them
         if not np.array_equal(shard.array("tokens"), batch.tokens.numpy()):
             raise DataError(f"{self._folder} keeps other texts for step {step}", "remove it; the run computes it again")
         tensors = {name: torch.from_numpy(np.array(shard.array(name))) for name in self._names}

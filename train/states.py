@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from redraft.export.drafters.block_storage import coded, decoded
+from redraft.export.quantization.rounding import BLOCK, blocks_of
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.text_shards import HIDDEN
 
@@ -51,16 +53,35 @@ class States:
         return States(hidden, self.top_ids.to(device), self.top_logits.to(device), self.log_sum.to(device))
 
     def to_numpy(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays of `redraft.train.text_shards`, half precision but for the sum."""
-        tensors = {HIDDEN + name: tensor.half() for name, tensor in self.hidden.items()}
+        """Return the arrays of `redraft.train.text_shards`: hidden states in 8 bits, logits in half precision."""
+        tensors = {HIDDEN + name: _stored(tensor) for name, tensor in self.hidden.items()}
         tensors |= {"top_ids": self.top_ids.int(), "top_logits": self.top_logits.half(), "log_sum": self.log_sum}
         return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> States:
         """Return the states that were kept: the arrays of `to_numpy`, as tensors."""
-        hidden = {name.removeprefix(HIDDEN): tensor for name, tensor in tensors.items() if name.startswith(HIDDEN)}
+        stored = {name: tensor for name, tensor in tensors.items() if name.startswith(HIDDEN)}
+        hidden = {name.removeprefix(HIDDEN): _rows(tensor) for name, tensor in stored.items()}
         return cls(hidden, tensors["top_ids"].long(), tensors["top_logits"].float(), tensors["log_sum"])
+
+
+def stored_size(width: int) -> int:
+    """Return the bytes that keep a row of `width` numbers."""
+    return width + 2 * blocks_of(width)
+
+
+def _stored(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [..., n] as int8 [..., stored_size(n)]: their codes, then the bytes of their scales."""
+    codes, scales = coded(rows.float())
+    return torch.cat([codes, scales.view(torch.int8)], -1)
+
+
+def _rows(stored: torch.Tensor) -> torch.Tensor:
+    """Return the rows that `_stored` made, in half precision."""
+    blocks = -(-stored.shape[-1] // stored_size(BLOCK))
+    codes, scales = stored[..., : -2 * blocks], stored[..., -2 * blocks :].contiguous()
+    return decoded(codes, scales.view(torch.half)).half()
 
 
 def states_of(hidden: Mapping[str, torch.Tensor], logits: torch.Tensor) -> States:

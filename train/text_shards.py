@@ -3,7 +3,8 @@
     tokens                          uint32 [T], the texts one after the other
     lengths, prompts                int64 [R], tokens of every text, and of its prompt
     kinds, temperatures             by text
-    hidden.NAME, top_ids, top_logits, log_sum    of every token, as of `states.States`; missing if not kept
+    hidden8.NAME                    int8 [T, ...], codes and scales of hidden states; missing if not kept
+    top_ids, top_logits, log_sum    of every token, as of `states.States`; missing if no state was kept
 
 text.json has the recipe, the number of texts, and digests of verifier and data.
 
@@ -34,7 +35,7 @@ from redraft.records import to_plain
 FACTS = "text.json"
 SHARDS = "shards"
 PACKED = "texts.npz"
-HIDDEN = "hidden."
+HIDDEN = "hidden8."
 TOP = ("top_ids", "top_logits", "log_sum")
 _OF_TEXTS = ("lengths", "prompts", "kinds", "temperatures")
 _SPARE_BYTES = 4 << 30

@@ -26,7 +26,7 @@ from redraft.train.batches import similar_lengths
 from redraft.train.config import read_recipe
 from redraft.train.data import Corpus
 from redraft.train.questions import ChatTurns, questions_of
-from redraft.train.states import TOP_LOGITS, run_verifier, states_of
+from redraft.train.states import TOP_LOGITS, run_verifier, states_of, stored_size
 from redraft.train.text_shards import (
     FACTS,
     Shards,
@@ -148,8 +148,8 @@ def _begin(out: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _bytes_of(tokens: int, hidden_states: int, width: int) -> int:
-    """Return the size of so many tokens' states: halves, and an id and a half for each likely token."""
-    return tokens * (2 * width * hidden_states + 6 * TOP_LOGITS + 4)
+    """Return the size of so many tokens' states: 8 bits a number, and an id and a half for each likely token."""
+    return tokens * (stored_size(width) * hidden_states + 6 * TOP_LOGITS + 4)
 
 
 def _questions_in_order(

@@ -34,20 +34,25 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2:
-            stored[name], stored[f"{name}{SCALES}"] = _coded(tensor.detach().cpu().float())
+            stored[name], stored[f"{name}{SCALES}"] = coded(tensor.detach().cpu().float())
         else:
             stored[name] = tensor.detach().cpu().to(torch.bfloat16).contiguous()
     return stored
 
 
-def _coded(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes int8 [out, in] and scales fp16 [out, blocks] of a matrix [out, in]."""
-    columns = matrix.shape[1]
-    padded = torch.nn.functional.pad(matrix, (0, blocks_of(columns) * BLOCK - columns)).unflatten(-1, (-1, BLOCK))
+def coded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes int8 [..., n] and scales fp16 [..., blocks] of rows fp32 [..., n]."""
+    columns = rows.shape[-1]
+    padded = torch.nn.functional.pad(rows, (0, blocks_of(columns) * BLOCK - columns)).unflatten(-1, (-1, BLOCK))
     scales = (padded.abs().amax(-1) / _LARGEST).half()
     steps = torch.where(scales > 0, scales, 1).float()[..., None]
     codes = (padded / steps).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
-    return codes.flatten(1)[:, :columns].contiguous(), scales
+    return codes.flatten(-2)[..., :columns].contiguous(), scales
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the rows fp32 [..., n] of codes and scales."""
+    return codes * scales.float().repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
 
 
 def scale_shapes(

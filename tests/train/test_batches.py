@@ -83,7 +83,7 @@ def test_the_second_plan_reads_what_the_first_computed(tmp_path):
         assert found.states.hidden.keys() == {"last", "1"}
         expected = compute(before)
         for name, tensor in expected.hidden.items():
-            assert torch.equal(found.states.hidden[name], tensor.half())
+            assert torch.allclose(found.states.hidden[name].float(), tensor, atol=0.02)  # of 8 bits
             assert torch.equal(found.states.hidden[name], before.states.hidden[name])
         assert torch.equal(found.states.top_ids, expected.top_ids)
         assert torch.equal(found.states.log_sum, expected.log_sum)

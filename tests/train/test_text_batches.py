@@ -9,6 +9,7 @@ import torch
 from redraft.errors import DataError
 from redraft.train.config import Recipe
 from redraft.train.drafter_config import DrafterRecipe, SelfText
+from redraft.train.states import States
 from redraft.train.text_batches import TextPlan, WrittenText, text_batch
 from redraft.train.text_shards import Shards, pack, save_facts
 
@@ -30,12 +31,15 @@ def shard(number, count, states=True):
     }
     if states:
         arrays |= {
-            "hidden.last": rng.normal(size=(total, 4)).astype(np.float16),
-            "top_ids": rng.integers(0, 50, (total, 3)).astype(np.int32),
-            "top_logits": rng.normal(size=(total, 3)).astype(np.float16),
-            "log_sum": rng.normal(size=total).astype(np.float32),
+            **stored(rng.normal(size=(total, 4)), rng.integers(0, 50, (total, 3)), rng.normal(size=total)),
         }
     return arrays
+
+
+def stored(hidden, ids, log_sum):
+    """The arrays of states with these hidden states, likeliest tokens and sums."""
+    hidden, ids, log_sum = (torch.from_numpy(np.asarray(array)) for array in (hidden, ids, log_sum))
+    return States({"last": hidden}, ids, torch.ones(ids.shape), log_sum.float()).to_numpy()
 
 
 def texts_in(folder, held_out_every, **fields):
@@ -77,13 +81,9 @@ def test_counts_and_sizes_are_of_answers_in_training(folder):
 
 def test_a_batch_has_the_texts_their_starts_and_their_states():
     arrays = [
-        {"tokens": np.array([5, 6, 7, 8], np.uint32), "hidden.last": np.ones((4, 2), np.float16),
-         "top_ids": np.full((4, 3), 9, np.int32), "top_logits": np.ones((4, 3), np.float16),
-         "log_sum": np.full(4, 2.0, np.float32)},
-        {"tokens": np.array([1, 2, 3, 4, 5, 6], np.uint32), "hidden.last": np.full((6, 2), 3, np.float16),
-         "top_ids": np.full((6, 3), 4, np.int32), "top_logits": np.ones((6, 3), np.float16),
-         "log_sum": np.full(6, 5.0, np.float32)},
-    ]  # fmt: skip
+        {"tokens": np.array([5, 6, 7, 8], np.uint32), **stored(np.ones((4, 2)), np.full((4, 3), 9), np.full(4, 2.0))},
+        {"tokens": np.arange(1, 7, dtype=np.uint32), **stored(np.full((6, 2), 3), np.full((6, 3), 4), np.full(6, 5.0))},
+    ]
     batch = text_batch(arrays, [1, 2], ("chat", "math"))
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert batch.starts.tolist() == [[0, 1, -1], [1, 2, 3]]

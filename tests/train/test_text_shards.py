@@ -45,7 +45,7 @@ def test_an_interrupted_shard_is_not_there(tmp_path, monkeypatch):
     assert 0 in shards
     (found,) = shards
     assert found.array("tokens").tolist() == ARRAYS["tokens"].tolist()
-    assert "hidden.last" not in found
+    assert "hidden8.last" not in found
 
 
 def test_packing_keeps_tokens_and_facts_and_is_the_same_at_any_time(tmp_path):

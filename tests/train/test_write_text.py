@@ -133,7 +133,7 @@ def test_without_space_tokens_are_kept_alone_and_it_says_so(verifier, corpora, t
     assert not lines
     (shard,) = Shards(tmp_path / "enough")
     longest = max(shard.array("prompts")) + recipe.new_tokens
-    need = 8 * longest * (2 * 2 * 32 + 64 * 6 + 4)
+    need = 8 * longest * (2 * (32 + 2) + 64 * 6 + 4)
     assert shard.array("tokens").size <= 8 * longest
     limit_disk(monkeypatch, need + 1)
     write_text(verifier, corpora, recipe, tmp_path / "just", warn=lines.append)
@@ -143,17 +143,17 @@ def test_without_space_tokens_are_kept_alone_and_it_says_so(verifier, corpora, t
     assert lines == ["the disk has too little space for hidden states: shard 0 keeps tokens alone"]
     (shard,) = Shards(tmp_path / "out")
     assert "tokens" in shard
-    assert "hidden.last" not in shard
+    assert "hidden8.last" not in shard
 
 
 def test_states_of_packed_texts_are_computed_without_writing_again(asked, packed, verifier, tmp_path):
     """Those of all texts are the states that were kept in writing; of seven texts, they are the first ones."""
     whole, few = tmp_path / "states", tmp_path / "few"
     compute_states(verifier, packed, whole, ("last",), rows=5)
-    names = ("tokens", "hidden.last", "log_sum")
+    names = ("tokens", "hidden8.last", "log_sum")
     written, computed = ([np.concatenate([s.array(n) for s in Shards(f)]) for n in names] for f in (asked, whole))
     assert written[0].tolist() == computed[0].tolist()
-    assert np.allclose(written[1], computed[1], atol=1e-2)
+    assert np.abs(written[1][:, :32].astype(int) - computed[1][:, :32]).max() <= 1
     assert np.allclose(written[2], computed[2], atol=1e-3)
     done = []
     compute_states(verifier, packed, whole, ("last",), 5, lambda *line: done.append(line))
