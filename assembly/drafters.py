@@ -111,8 +111,11 @@ def open_drafter(
     """
     from redraft.export.checkpoint import model_config
     from redraft.export.drafters.checkpoint import is_plain_checkpoint
+    from redraft.export.drafters.draft_head import check_rank
     from redraft.export.drafters.published import check_layout, recognise
 
+    hidden = model_config.decoder_shape(model_config.load_config(checkpoint)).hidden
+    check_rank(drafter.id, drafter.options.head_rank, hidden)
     if drafter.source == NATIVE:
         return _native_drafter(drafter, checkpoint)
     if drafter.source == RANDOM:
