@@ -26,7 +26,7 @@ from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, TokenData
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, sizes_of
 from redraft.export.drafters.draft_graph import Sampling
-from redraft.export.drafters.draft_head import DraftHead
+from redraft.export.drafters.draft_head import DraftHead, check_verifiers
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
 from redraft.export.drafters.exporter import Exporter
 from redraft.export.drafters.level_tree import likeliest, rank_log_probs
@@ -108,6 +108,7 @@ class DecoderExporter(Exporter[DraftModelConfig]):
         `trace_verifier`.
         """
         check_counted(target.name, target.options.draft_vocabulary, "a plain checkpoint")
+        check_verifiers(target.name, target.options.head_rank, "a plain checkpoint's")
         architecture = Architecture.of(model_config.load_config(checkpoint))
         text, tokens = architecture.text, target.vocabulary
         loaded = load_tensors(checkpoint, architecture)

@@ -62,13 +62,19 @@ class DraftHead(nn.Module):
         return scores.scatter(-1, candidates, exact.squeeze(-1))
 
 
-def check_rank(drafter: str, rank: int | None, hidden: int) -> None:
+def check_rank(drafter: str, rank: int, hidden: int) -> None:
     """Raise UsageError for a rank that saves nothing."""
-    if rank is not None and rank >= hidden:
+    if rank >= hidden:
         raise UsageError(
             f"drafter {drafter}: head_rank must be below {hidden}, the numbers of a hidden state, not {rank}",
             "128 is usual",
         )
+
+
+def check_verifiers(drafter: str, rank: int | None, head: str) -> None:
+    """Raise UsageError for a rank of a head that is not the verifier's.   head: what it is, in words."""
+    if rank is not None:
+        raise UsageError(f"drafter {drafter}: head_rank is for the verifier's head, not for {head}", "leave it out")
 
 
 def factored(
@@ -82,10 +88,17 @@ def factored(
     gram = np.zeros((hidden, hidden))
     for rows in head.slabs(parameter):
         gram += rows.T @ rows.astype(np.float64)
-    root, inverse = _roots(np.eye(hidden) if second_moment is None else second_moment)
-    vectors = np.linalg.eigh(root @ gram @ root)[1][:, : -rank - 1 : -1]  # largest first
-    right, basis = vectors.T @ inverse, root @ vectors
-    return FactoredSource(head, parameter, prefix, basis.astype(np.float32), right.astype(np.float32))
+    basis, right = fitted(gram, rank, np.eye(hidden) if second_moment is None else second_moment)
+    return FactoredSource(head, parameter, prefix, basis, right)
+
+
+def fitted(
+    gram: NDArray[np.float64], rank: int, second_moment: NDArray[np.float64]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return C½ V [n, r] and R [r, n], the largest singular value first.   gram: Wᵀ W.   second_moment: C."""
+    root, inverse = _roots(second_moment)
+    vectors = np.linalg.eigh(root @ gram @ root)[1][:, : -rank - 1 : -1]
+    return (root @ vectors).astype(np.float32), (vectors.T @ inverse).astype(np.float32)
 
 
 def _roots(matrix: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

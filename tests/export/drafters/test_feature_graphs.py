@@ -63,7 +63,7 @@ def build(**options: Any) -> FeatureTreeBuild:
 
 
 CASES = {
-    "linear": Case(form("linear", "one", input_norm=False), build(), static=True),
+    "linear": Case(form("linear", "one", input_norm=False), build(head_rank=5), static=True),
     "gated": Case(
         form("gated_fused", "doubled", draft_vocab_size=9, input_norm=False),
         build(steps=2, nodes=8, draft_vocabulary=7),
@@ -225,6 +225,11 @@ def test_a_tree_is_no_wider_than_the_draft_vocabulary(little_verifier: Verifier,
             form("linear", "one", own_head=True),
             build(draft_vocabulary=9),
             f"a head of its own for {VOCABULARY} tokens; leave out draft_vocabulary",
+        ),
+        (
+            form("linear", "one", own_head=True),
+            build(head_rank=9),
+            "head_rank is for the verifier's head, not for a head that was trained with the drafter; leave it out",
         ),
         (form("gated", "one"), build(), "is no drafter of eagle2: it has a fusion 'gated' and one output, expected a"),
         (form("linear", "one", hidden_states=("1", "last")), build(), "does not output hidden state '1'"),
