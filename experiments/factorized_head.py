@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,12 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class Head:
-    """A way to compute logits [M, H] of states [M, n]. found: the columns [M, H] that the way can find, as bool."""
+    """A way to compute logits [B, T, H] of states [B, T, n] and their exact logits.
 
-    logits: Callable[[torch.Tensor], torch.Tensor]
+    found: the columns [M, H] that the way can find for states [M, n], as bool.
+    """
+
+    logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     found: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -60,13 +64,14 @@ def factorized(weight: torch.Tensor, rank: int, second_moment: NDArray[np.float6
     gram = (weight.mT @ weight).double().numpy()
     basis, right = (torch.from_numpy(factor) for factor in fitted(gram, rank, second_moment))
     head = DraftHead(*weight.shape, rank, torch.float32)
-    head.load_state_dict({"weight": weight, "left": weight @ basis, "right": right}, assign=True)
+    left = weight @ basis
+    head.load_state_dict({"weight": weight, "left": left, "right": right}, assign=True)
 
     def found(states: torch.Tensor) -> torch.Tensor:
-        scores = states @ right.mT @ (weight @ basis).mT
+        scores = states @ right.mT @ left.mT
         return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(CANDIDATES).indices, True)
 
-    return Head(head, found)
+    return Head(lambda states, exact: head(states), found)
 
 
 def limited(weight: torch.Tensor, counts: torch.Tensor, tokens: int) -> Head:
@@ -74,7 +79,7 @@ def limited(weight: torch.Tensor, counts: torch.Tensor, tokens: int) -> Head:
     columns = torch.zeros(len(weight), dtype=torch.bool)
     columns[torch.from_numpy(most_frequent(counts, tokens))] = True
     return Head(
-        lambda states: (states @ weight.mT).masked_fill(~columns, -1e30), lambda states: columns.expand(len(states), -1)
+        lambda states, exact: exact.masked_fill(~columns, -1e30), lambda states: columns.expand(len(states), -1)
     )
 
 
@@ -82,24 +87,29 @@ def heads_of(
     weight: torch.Tensor, counts: torch.Tensor, moment: NDArray[np.float64], ranks: Iterable[int], tokens: Iterable[int]
 ) -> dict[str, Head]:
     """Return all heads to compare by name, the exact one first. moment: of the verifier's states."""
-    exact = Head(lambda states: states @ weight.mT, lambda states: torch.ones(len(states), len(weight)).bool())
+    exact = Head(lambda states, exact: exact, lambda states: torch.ones(len(states), len(weight)).bool())
     plain = np.eye(weight.shape[1])
     heads = {"exact": exact, "plain SVD, rank 128": factorized(weight, 128, plain)}
     heads |= {f"rank {rank}": factorized(weight, rank, moment) for rank in ranks}
     return heads | {f"{size} tokens": limited(weight, counts, size) for size in tokens if size < len(weight)}
 
 
-def agreement(head: Head, weight: torch.Tensor, states: torch.Tensor) -> dict[str, float]:
-    """Return recall@8, the share of the 8 best tokens in the same order, and of equal best tokens, of states [M, n]."""
-    sums = np.zeros(3)
+def agreement(heads: Mapping[str, Head], weight: torch.Tensor, states: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Return recall@8, the share of the 8 best tokens in the same order, and that of equal best tokens, by head.
+
+    states: [M, n].
+    """
+    sums = np.zeros((len(heads), 3))
     for some in states.split(ROWS):
-        best = (some @ weight.mT).topk(BEST).indices
-        own = head.logits(some).topk(BEST).indices
-        same = own == best
-        sums += [float(part.sum()) for part in (head.found(some).gather(1, best), same, same[:, 0] * BEST)]
-    return dict(
-        zip(("recall@8", "same order", "same best"), (sums / len(states) / BEST).round(4).tolist(), strict=True)
-    )
+        exact = some @ weight.mT
+        best = exact.topk(BEST).indices
+        for place, head in enumerate(heads.values()):
+            same = head.logits(some[None], exact[None])[0].topk(BEST).indices == best
+            parts = head.found(some).gather(1, best), same, same[:, 0] * BEST
+            sums[place] += [float(part.sum()) for part in parts]
+    columns = "recall@8", "same order", "same best"
+    shares = (sums / len(states) / BEST).round(4).tolist()
+    return {name: dict(zip(columns, row, strict=True)) for name, row in zip(heads, shares, strict=True)}
 
 
 @torch.inference_mode()
@@ -141,13 +151,18 @@ def drafted(objective: Distillation, batches: Sequence[Batch], heads: Mapping[st
 
     objective.__dict__["head_logits"] = recorded
     with torch.inference_mode():
+        batches = [replace(batch, states=objective.states(batch)) for batch in batches]
         for batch in batches:
             for _ in objective.drafts(batch, objective.states(batch)):
                 pass
+    agreements = agreement(heads, objective.head, torch.cat(states))
     for name, head in heads.items():
-        objective.__dict__["head_logits"] = head.logits
-        accepted = str(acceptance_of(objective, batches))
-        yield {"head": name, **agreement(head, objective.head, torch.cat(states)), "acceptance": accepted}
+        objective.__dict__["head_logits"] = partial(_logits, head, objective.head)
+        yield {"head": name, **agreements[name], "acceptance": str(acceptance_of(objective, batches))}
+
+
+def _logits(head: Head, weight: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    return head.logits(states, states @ weight.mT)
 
 
 def recall(options: argparse.Namespace) -> dict[str, Any]:
@@ -159,7 +174,7 @@ def recall(options: argparse.Namespace) -> dict[str, Any]:
     counts = trained_counts(options.drafter) if options.drafter else own_counts(verifier)
     states = states_after(verifier, texts)
     heads = heads_of(weight, counts, moment, options.ranks, options.tokens)
-    rows = [{"head": name, **agreement(head, weight, states)} for name, head in heads.items()]
+    rows = [{"head": name, **row} for name, row in agreement(heads, weight, states).items()]
     found: dict[str, Any] = {"candidates": CANDIDATES, "states": len(states), "verifier": rows}
     if objective:
         batches = [

@@ -110,7 +110,7 @@ def test_the_error_over_the_states_is_the_least() -> None:
 
 def test_the_rows_of_an_int8_verifiers_head_are_its_codes(tmp_path: Path) -> None:
     """A drafter adds the factors alone to the bundle."""
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "verifier", "llama", tie_word_embeddings=False))
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "verifier", "llama", hidden_size=64))
     (out := tmp_path / "out").mkdir()
     verifier = export_verifier(checkpoint, out, BuildConfig(precision="int8", hidden_states=("last",)))
     target = Target("m", verifier, out, StaticTreeBuild(nodes=3, head_rank=4))
