@@ -131,7 +131,7 @@ def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     check_file(checkpoint)
     digests = checkpoint_digests(checkpoint)
-    texts, state_texts = _texts(request, config), _state_texts(request, target)
+    texts, state_texts = _texts(request, config), _state_texts(target)
     parts = {
         **digests,
         **drafter_digests(target.drafters, checkpoint),
@@ -139,7 +139,8 @@ def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest
         "tokens": str(request.tokens),
         **({} if request.check else {"check": "skipped"}),
         **(target.tools.digests() if target.tools else {}),
-        **{f"text {kind}": text_digest(text) for kind, text in {**state_texts, **texts}.items()},
+        **{f"text {kind}": text_digest(text) for kind, text in texts.items()},
+        **{f"state text {kind}": text_digest(text) for kind, text in state_texts.items()},
     }
     key = build_key(parts, config, tool_versions(), _code())
     current = load_manifest(out) if not request.force and is_current(out, key) else None
@@ -181,10 +182,10 @@ def _texts(request: BuildRequest, config: BuildConfig) -> Mapping[str, str]:
     return _own_texts() if request.texts is None else request.texts
 
 
-def _state_texts(request: BuildRequest, target: Target) -> Mapping[str, str]:
-    """Return the texts to compute hidden states of: those to measure on, or redraft's own if none are measured."""
+def _state_texts(target: Target) -> Mapping[str, str]:
+    """Return redraft's own texts if a drafter's head is factorized, else none. Random weights have no states."""
     factorized = any(drafter.options.head_rank for drafter in target.drafters)
-    return (request.texts or _own_texts()) if factorized and not target.config.random_weights else {}
+    return _own_texts() if factorized and not target.config.random_weights else {}
 
 
 def _own_texts() -> dict[str, str]:

@@ -87,7 +87,7 @@ def factored(
     hidden = head.parameters[parameter][1]
     gram = np.zeros((hidden, hidden))
     for rows in head.slabs(parameter):
-        gram += rows.T @ rows.astype(np.float64)
+        gram += rows.T @ rows
     basis, right = fitted(gram, rank, np.eye(hidden) if second_moment is None else second_moment)
     return FactoredSource(head, parameter, prefix, basis, right)
 

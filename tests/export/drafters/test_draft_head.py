@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from onnx.numpy_helper import to_array
@@ -19,7 +20,10 @@ from redraft.export.checkpoint.sources import RowsSource
 from redraft.export.drafters import find_exporter
 from redraft.export.drafters.draft_head import CANDIDATES, DraftHead, factored
 from redraft.export.drafters.writing import Target
+from redraft.export.graph import tracing
 from redraft.methods.static_tree import StaticTreeBuild
+from redraft.names import TensorSpec
+from tests.engines.sessions import session_of
 from tests.export.models import export_verifier, write_checkpoint
 
 TOKENS, HIDDEN, RANK = 4 * CANDIDATES, 24, 6
@@ -43,6 +47,13 @@ def normal(*size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(size, np.float32)
 
 
+def random_head() -> DraftHead:
+    head = DraftHead(TOKENS, HIDDEN, RANK, torch.float32)
+    for seed, parameter in enumerate(head.parameters()):
+        parameter.copy_(torch.from_numpy(normal(*parameter.shape, seed=seed)))
+    return head
+
+
 def factors(source: object, parameter: str, moment: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """The factors of a matrix, and their names and sizes as written."""
     made = factored(source, parameter, RANK, "d.head.", moment)  # type: ignore[arg-type]
@@ -52,16 +63,30 @@ def factors(source: object, parameter: str, moment: np.ndarray | None) -> tuple[
 
 
 def test_only_candidates_have_exact_logits() -> None:
-    head = DraftHead(TOKENS, HIDDEN, RANK, torch.float32)
-    for seed, parameter in enumerate(head.parameters()):
-        parameter.copy_(torch.from_numpy(normal(*parameter.shape, seed=seed)))
-    assert head.left is not None and head.right is not None
+    head = random_head()
+    assert head.left is not None
+    assert head.right is not None
     states = torch.from_numpy(normal(2, 3, HIDDEN, seed=4))
     scores, exact = F.linear(F.linear(states, head.right), head.left), F.linear(states, head.weight)
     is_candidate = scores >= scores.topk(CANDIDATES, -1).values[..., -1:]
     expected = torch.where(is_candidate, exact, scores)
     torch.testing.assert_close(head(states), expected)
     assert float((exact - scores).abs().mean()) > 1, "scores must differ from logits"
+
+
+def test_a_graph_computes_the_same(tmp_path: Path) -> None:
+    """On ONNX Runtime, for any number of rows."""
+    head = random_head()
+    rows = torch.export.Dim("T", min=1)
+    states = TensorSpec("states", "float32", ("B", "T", HIDDEN))
+    logits = TensorSpec("logits", "float32", ("B", "T", TOKENS))
+    model = tracing.trace_graph(head, (torch.zeros(2, 3, HIDDEN),), ({1: rows},), (states,), (logits,))
+    ir.save(model, tmp_path / "head.onnx")
+    session = session_of(tmp_path / "head.onnx")
+    for count in (1, 4):
+        given = normal(2, count, HIDDEN, seed=count)
+        (found,) = session.run(None, {"states": given})
+        np.testing.assert_allclose(found, head(torch.from_numpy(given)).numpy(), atol=1e-4)
 
 
 def test_without_a_rank_all_logits_are_exact() -> None:

@@ -58,7 +58,8 @@ EXPORTS = {
 }
 """The whole vocabulary, three steps and a tree cut from eleven nodes to nine; four wider steps without first token and
 scales, built for the twenty most frequent tokens; a draft vocabulary of 23 tokens that was trained, a projected chain,
-and resampled trees as large as possible, with a factorized head; the same in 8 bits. Each has another form of token information."""
+resampled trees as large as possible and a factorized head; the same in 8 bits. Each has another form of token
+information."""
 Exports = Callable[[str], Exported]
 
 

@@ -44,7 +44,9 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoint = Checkpoint.open(write_native(folder / "verifier", name))
     reads = ("last",) if FORMS[name].normed else (str(LAYERS - 1),)
     (folder / "graphs").mkdir()
-    target = Target(NAME, untraced(checkpoint, reads), folder / "graphs", MtpBuild(precision="fp32", steps=3, head_rank=6))
+    target = Target(
+        NAME, untraced(checkpoint, reads), folder / "graphs", MtpBuild(precision="fp32", steps=3, head_rank=6)
+    )
     drafter = find_exporter(METHOD.id).native(target, checkpoint)
     assert drafter.shape.hidden_states == reads
     tensors = load_file(str(checkpoint.path / "model.safetensors"))
