@@ -5,8 +5,8 @@ The whole product has H n numbers, more than all else in a draft. With a rank r,
     scores = L (R x),  L [H, r], R [r, n]
     logits = W x for the CANDIDATES tokens of the largest scores, the scores for others
 
-That is SVD-softmax (Shim et al., NIPS 2017, section 3), whose preview is the scores and whose full view is W x. Its use
-for drafts alone, with 128 candidates of rank 128, is EAGLE-4's candidate head.
+That is SVD-softmax (Shim et al., NIPS 2017, section 3), whose preview is the scores and whose full view is W x.
+EAGLE-4's candidate head does the same for drafts alone, with factors that are trained.
 
 L R is the matrix of rank r with the least E |(W - L R) x|² over the verifier's own states, C = E x xᵀ. The plain SVD
 of W has the least |W - L R|, as if all states were equally likely: it finds a fifth of the best tokens, and this one
