@@ -104,6 +104,7 @@ def _build(build: ResolvedBuild, work: SharedWork, report: Reporter) -> Manifest
         reference = work.run_reference(build, traced, folder, progress)
         staged = Bundle(folder, _manifest(build, traced, special))
         exported, manifest = write_measured(config, traced, staged, reference, progress)
+        exported = replace(exported, second_moment=work.second_moment(build, traced, folder, progress))
         with progress.stage(DRAFTERS):
             digest = verifier_digest(build.weights)
             drafters = {each.id: write_drafter(each, exported, digest, folder, progress.say) for each in build.drafters}

@@ -111,8 +111,11 @@ def open_drafter(
     """
     from redraft.export.checkpoint import model_config
     from redraft.export.drafters.checkpoint import is_plain_checkpoint
+    from redraft.export.drafters.draft_head import check_rank
     from redraft.export.drafters.published import check_layout, recognise
 
+    if (rank := drafter.options.head_rank) is not None:
+        check_rank(drafter.id, rank, model_config.decoder_shape(model_config.load_config(checkpoint)).hidden)
     if drafter.source == NATIVE:
         return _native_drafter(drafter, checkpoint)
     if drafter.source == RANDOM:
@@ -174,9 +177,11 @@ def _draft_model(drafter: DrafterSettings, checkpoint: AnyCheckpoint, config: Bu
     from redraft.export.checkpoint.architecture import Architecture
     from redraft.export.checkpoint.model_config import load_config, verifier_shape
     from redraft.export.drafters.decoder_drafter import sizes_of
+    from redraft.export.drafters.draft_head import check_verifiers
     from redraft.export.drafters.draft_vocabulary import check_counted
 
     check_counted(drafter.id, drafter.options.draft_vocabulary, "a plain checkpoint")
+    check_verifiers(drafter.id, drafter.options.head_rank, "a plain checkpoint's")
     own = open_checkpoint(drafter.path)
     check_file(own)
     text, verifiers = (Architecture.of(load_config(model)).text for model in (own, checkpoint))

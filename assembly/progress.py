@@ -15,9 +15,9 @@ from redraft.garbage import return_memory
 if TYPE_CHECKING:
     from redraft.assembly.resolve import ResolvedBuild
 
-TRACE, REFERENCE, WEIGHTS, MEASURE, DRAFTERS, CHECK, WRITE = (
-    "tracing the model", "running the model in fp32", "writing weights", "measuring quality", "building drafters",
-    "checking engines", "finishing the bundle",
+TRACE, REFERENCE, WEIGHTS, MEASURE, STATES, DRAFTERS, CHECK, WRITE = (
+    "tracing the model", "running the model in fp32", "writing weights", "measuring quality", "computing hidden states",
+    "building drafters", "checking engines", "finishing the bundle",
 )  # fmt: skip
 """Stages of a build, in order."""
 Reporter = Callable[[str], None]
@@ -43,6 +43,7 @@ def expected_seconds(build: ResolvedBuild, traced: bool, referenced: bool) -> di
         REFERENCE: 0 if referenced else measured * (2 + 22 * billions),
         WEIGHTS: 1 + (8 if rounded else 1) * billions,
         MEASURE: measured * (2 + 14 * billions),
+        STATES: bool(build.state_texts) * (4 + 135 * billions),
         DRAFTERS: 8.0 * len(build.drafters),
         CHECK: build.check * (5 + 6 * billions if rounded else 10 + 10 * billions),
         WRITE: 1 + 3 * billions,

@@ -52,6 +52,7 @@ class ResolvedBuild:
     options:  of `redraft build`, which repeat this build.
     digests:  SHA-256 by name of the checkpoint's files.   key: digest of everything that the bundle depends on.
     texts:    held-out text by kind, for quality and calibration.   tokens: number of its tokens to measure.
+    state_texts: text by kind, whose hidden states a factorized head of a drafter is fitted to.
     tools:    GPU, TensorRT and plugin, if the build is for TensorRT.
     current:  the manifest of the bundle in `out` if it is this build's. Then `drafters` is empty.
     """
@@ -64,6 +65,7 @@ class ResolvedBuild:
     digests: Mapping[str, str]
     key: str
     texts: Mapping[str, str]
+    state_texts: Mapping[str, str]
     tokens: int
     check: bool
     force: bool
@@ -129,7 +131,7 @@ def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     check_file(checkpoint)
     digests = checkpoint_digests(checkpoint)
-    texts = _texts(request, config)
+    texts, state_texts = _texts(request, config), _state_texts(target)
     parts = {
         **digests,
         **drafter_digests(target.drafters, checkpoint),
@@ -138,11 +140,12 @@ def resolve_build(model: Model, target: Target, out: Path, request: BuildRequest
         **({} if request.check else {"check": "skipped"}),
         **(target.tools.digests() if target.tools else {}),
         **{f"text {kind}": text_digest(text) for kind, text in texts.items()},
+        **{f"state text {kind}": text_digest(text) for kind, text in state_texts.items()},
     }
     key = build_key(parts, config, tool_versions(), _code())
     current = load_manifest(out) if not request.force and is_current(out, key) else None
     build = ResolvedBuild(
-        model, config, out, checkpoint, options_of(request, config), digests, key, texts,
+        model, config, out, checkpoint, options_of(request, config), digests, key, texts, state_texts,
         request.tokens, request.check, request.force, target.tools, current,
     )  # fmt: skip
     return build if current else _with_drafters(build, target.drafters, report)
@@ -176,9 +179,17 @@ def _texts(request: BuildRequest, config: BuildConfig) -> Mapping[str, str]:
     """
     if config.random_weights or (request.texts is None and (config.precision in HALVES or config.for_tensorrt)):
         return {}
-    if request.texts is None:
-        return {kind: path.read_text(encoding="utf-8") for kind, path in held_out_texts().items()}
-    return request.texts
+    return _own_texts() if request.texts is None else request.texts
+
+
+def _state_texts(target: Target) -> Mapping[str, str]:
+    """Return redraft's own texts if a drafter's head is factorized, else none. Random weights have no states."""
+    factorized = any(drafter.options.head_rank for drafter in target.drafters)
+    return _own_texts() if factorized and not target.config.random_weights else {}
+
+
+def _own_texts() -> dict[str, str]:
+    return {kind: path.read_text(encoding="utf-8") for kind, path in held_out_texts().items()}
 
 
 def held_out_texts() -> dict[str, Path]:

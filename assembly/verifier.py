@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from redraft import names, signatures
 from redraft.assembly.precisions import ROUNDS, TARGETS, describe_choice, describe_target, misses, raised
-from redraft.assembly.progress import MEASURE, REFERENCE, TRACE, WEIGHTS, BuildProgress
+from redraft.assembly.progress import MEASURE, REFERENCE, STATES, TRACE, WEIGHTS, BuildProgress
 from redraft.assembly.quality import Reference, Texts, measure_quality, run_reference
 from redraft.assembly.resolve import ResolvedBuild
 from redraft.config import BuildConfig
@@ -25,17 +28,23 @@ if TYPE_CHECKING:
     from redraft.export.verifier import TracedVerifier, VerifierExport
 
 
+STATE_TOKENS, STATE_WINDOW = 6144, 512
+"""Tokens of text whose hidden states are computed, and the length of its parts."""
+
+
 @dataclass
 class SharedWork:
     """Results that builds of one checkpoint share: traces, and the pass of the model in fp32.
 
     builds: they differ in precision.   scratch: a folder that lasts as long as they do.
+    moment: second moment of the final hidden states, if a drafter's head is factorized.
     """
 
     builds: Sequence[ResolvedBuild]
     scratch: Path
     traces: dict[tuple[Any, ...], TracedVerifier] = field(default_factory=dict)
     reference: Reference | None = None
+    moment: NDArray[np.float64] | None = None
 
     def trace(
         self, checkpoint: AnyCheckpoint, config: BuildConfig, progress: BuildProgress, layers: int | None = None
@@ -67,6 +76,34 @@ class SharedWork:
             with progress.stage(REFERENCE) as done:
                 self.reference = run_reference(traced, texts, plans, self.scratch, done)
         return self.reference
+
+    def second_moment(
+        self, build: ResolvedBuild, traced: TracedVerifier, folder: Path, progress: BuildProgress
+    ) -> NDArray[np.float64] | None:
+        """Return that of the hidden states on `build.state_texts`, None without any. folder: has the tokenizer."""
+        from redraft.export.reference import second_moment
+        from redraft.runtime.text.tokenizer import load_tokenizer
+
+        if build.state_texts and self.moment is None:
+            tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+            encoded = [tokenizer.encode(text).ids for text in build.state_texts.values()]
+            with progress.stage(STATES) as done:
+                self.moment = second_moment(traced, windows(encoded, traced.decoder.shape.max_positions), done)
+        return self.moment
+
+
+def windows(texts: Sequence[Sequence[int]], longest: int) -> list[Sequence[int]]:
+    """Return parts of one length of texts of token ids, as many of each text: STATE_TOKENS in all, or what they have.
+
+    longest: largest length of a part.
+    """
+    length = min(STATE_WINDOW, longest, *map(len, texts))
+    most = max(1, STATE_TOKENS // (length * len(texts)))
+    return [
+        text[start : start + length]
+        for text in texts
+        for start in range(0, len(text), length)[: min(most, len(text) // length)]
+    ]
 
 
 def first_plan(config: BuildConfig, traced: TracedVerifier) -> ProductPlan | None:

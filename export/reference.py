@@ -137,6 +137,29 @@ def enough_layers(checkpoint: AnyCheckpoint) -> int:
     return min(count, max(LEAST_LAYERS, max(kinds.index(kind) for kind in kinds) + 1))
 
 
+def second_moment(
+    traced: TracedVerifier, texts: Sequence[Sequence[int]], progress: Callable[[int, int], None]
+) -> NDArray[np.float64]:
+    """Return the mean of x xᵀ over the states x that the head reads in texts of one length, [n, n].
+
+    It runs transformers' model in fp32. Memory holds one layer's weights. Raises UnsupportedModelError if transformers
+    cannot run the model.
+    """
+    assert traced.loaded is not None
+    found: list[NDArray[np.float64]] = []
+
+    def keep(module: nn.Module, args: Any) -> Any:
+        rows = args[0].flatten(0, -2).double()
+        found.append((rows.T @ rows / len(rows)).numpy())
+        return (args[0][:1, :1], *args[1:])
+
+    with streamed_model(traced.checkpoint, traced.architecture, traced.loaded, progress) as model:
+        head: Any = model.get_output_embeddings()
+        head.register_forward_pre_hook(keep)
+        model(input_ids=torch.tensor([list(text) for text in texts]), use_cache=False)
+    return found[0]
+
+
 def run_texts(
     traced: TracedVerifier, texts: Sequence[Sequence[int]], kept: int, file: Path, calibrator: Calibrator | None,
     progress: Callable[[int, int], None],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from redraft import names, signatures
 from redraft.config import BuildConfig
@@ -33,6 +34,7 @@ class VerifierExport:
     """An exported verifier. `graph` and the files of `weights` are relative to the output folder.
 
     embedding, head: the parameters that drafters share.   source: the source of the parameters' values.
+    second_moment: mean of x xᵀ over final hidden states x on text, [n, n]; None if no drafter needs it.
     """
 
     shape: signatures.VerifierShape
@@ -42,6 +44,7 @@ class VerifierExport:
     embedding: str
     head: str
     source: AnySource
+    second_moment: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,10 @@ def place(  # noqa: PLR0913 - the form of every kind of weight
     tensors = quantize_products(model, source, product_plan, logits, placed, keep_attention=plan is None)
     if weight_only:
         tensors = dequantize.dequantize_products(model, source, weight_only, logits)
+    for tensor in tensors:
+        if tensor.same_as in placed:  # rows of codes that another graph multiplies by
+            its = replace(placed[tensor.same_as], initializer=tensor.name, shape=tensor.shape)
+            placed.setdefault(tensor.name, its)
     refs: list[WeightRef] = []
     dtype = STORED[precision]
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)

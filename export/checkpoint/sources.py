@@ -1,4 +1,4 @@
-"""Sources of a module's parameters: a checkpoint, random numbers, rows of another source, or two of these."""
+"""Sources of a module's parameters: a checkpoint, random numbers, another source's rows or factors, or two of these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POOL_SHIFT, POOL_SHIFTS = 256, 1024
 """Random matrices begin at one of POOL_SHIFTS multiples of POOL_SHIFT numbers."""
 _POOL_BLOCK = 1 << 20
 _Slab = TypeVar("_Slab", bound=tuple[Any, ...])
-AnySource: TypeAlias = "Source | RandomSource | RowsSource | DrafterSource"
+AnySource: TypeAlias = "Source | RandomSource | RowsSource | FactoredSource | DrafterSource"
 
 
 class _Parameters(ABC):
@@ -226,6 +226,31 @@ class RowsSource(_Parameters):
             if first < last:
                 yield slab, self.rows[first:last] - begin
             begin = end
+
+
+@dataclass(frozen=True)
+class FactoredSource(_Parameters):
+    """A matrix of another source times `basis` [n, r] as the parameter `left`, and `right` [r, n].
+
+    prefix: of the names of both.
+    """
+
+    source: AnySource
+    parameter: str
+    prefix: str
+    basis: NDArray[np.float32]
+    right: NDArray[np.float32]
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of both factors, by name."""
+        rows, rank = self.source.parameters[self.parameter][0], len(self.right)
+        return {f"{self.prefix}left": (rows, rank), f"{self.prefix}right": self.right.shape}
+
+    def slabs(self, parameter: str) -> Slabs:
+        if parameter == f"{self.prefix}right":
+            return iter([self.right])
+        return (slab @ self.basis for slab in self.source.slabs(self.parameter))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from redraft.export.drafters import ExportedDrafter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, TokenData
 from redraft.export.drafters.decoder_drafter import DraftModel, DraftModelConfig, sizes_of
 from redraft.export.drafters.draft_graph import Sampling
+from redraft.export.drafters.draft_head import DraftHead, check_verifiers
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary, check_counted
 from redraft.export.drafters.exporter import Exporter
 from redraft.export.drafters.level_tree import likeliest, rank_log_probs
@@ -107,6 +108,7 @@ class DecoderExporter(Exporter[DraftModelConfig]):
         `trace_verifier`.
         """
         check_counted(target.name, target.options.draft_vocabulary, "a plain checkpoint")
+        check_verifiers(target.name, target.options.head_rank, "a plain checkpoint's")
         architecture = Architecture.of(model_config.load_config(checkpoint))
         text, tokens = architecture.text, target.vocabulary
         loaded = load_tensors(checkpoint, architecture)
@@ -177,7 +179,8 @@ def _traced(
 
     def change(network: Any) -> None:
         if own.shares:
-            _set_head(network, tokens)
+            rank, dtype = target.options.head_rank or 0, tracing.TORCH[target.dtype]
+            network.set_output_embeddings(DraftHead(tokens, target.verifier.shape.hidden, rank, dtype))
         if states := len(own.hidden_states):
             widths = steer(network.base_model, decoder_shape(text).layers, own.steering)
             sizes = target.verifier.shape.hidden, states, widths
@@ -185,14 +188,6 @@ def _traced(
 
     traced = trace_decoder(own.architecture, rows, own.checkpoint, own.loaded, trace_network, change=change)
     return made[0], traced, steerings[0] if steerings else None
-
-
-def _set_head(network: Any, tokens: int) -> None:
-    """Give the network a head of `tokens` rows of its own."""
-    weight = network.get_output_embeddings().weight
-    with torch.device("meta"):
-        head = nn.Linear(weight.shape[1], tokens, bias=False, dtype=weight.dtype)
-    network.set_output_embeddings(head.to_empty(device="cpu").requires_grad_(False))
 
 
 def _shape(target: Target, own: _Own, found: VerifierShape, tokens: int, steering: int) -> DecoderShape:
@@ -207,6 +202,7 @@ def _shape(target: Target, own: _Own, found: VerifierShape, tokens: int, steerin
         nodes=target.options.tree_nodes,
         draft_vocabulary=tokens,
         draft_logit_scale=own.draft_logit_scale,
+        head_rank=target.options.head_rank or 0,
         dtype=found.dtype,
         hidden_states=own.hidden_states,
         steering=steering,
@@ -269,16 +265,18 @@ def _source(
         shapes = {new_names[key]: size for key, size in traced.parameters.items()}
         tensors = {new_names[key]: tensor for key, tensor in traced.tensors.items()}
         return Source(own.checkpoint, shapes, tensors, mine), new_names
-    head = vocabulary.head(verifier.source, verifier.head, f"{mine}head")
+    head, rank = vocabulary.head(verifier.source, verifier.head, f"{mine}head"), target.options.head_rank
+    factors = new_names[traced.head].removesuffix("weight")
     new_names |= {traced.head: head.name if head else verifier.head, traced.embedding: verifier.embedding}
     shapes = {new_names[key]: size for key, size in traced.parameters.items()}
-    for shared in (traced.head, traced.embedding):
-        shapes.pop(new_names[shared], None)
+    for shared in (new_names[traced.head], new_names[traced.embedding], f"{factors}left", f"{factors}right"):
+        shapes.pop(shared, None)
     if steering is not None:  # conditional steering has weights in both graphs
         shapes |= parameter_shapes(steering, f"{mine}{_STEERING}")
         new_names |= _steering_names(target, steering)
     source = own.source or random_source(target, shapes)
-    return DrafterSource(DrafterSource(source, head) if head else source, verifier.source), new_names
+    whole = DrafterSource(DrafterSource(source, head) if head else source, verifier.source)
+    return (DrafterSource(target.factors(whole, new_names[traced.head], factors), whole) if rank else whole), new_names
 
 
 def _write_steering(

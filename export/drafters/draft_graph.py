@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
+from redraft.export.drafters.draft_head import DraftHead
 from redraft.export.drafters.layer import Attend, DrafterConfig, LayerConfig
 from redraft.export.drafters.level_tree import likeliest, rank_log_probs
 from redraft.export.graph import modules, tracing
@@ -185,10 +186,8 @@ class DraftGraph(nn.Module, Generic[M]):
         dtype = tracing.TORCH[shape.dtype]
         self.drafter, self.shape = drafter, shape
         self._prepare(drafter, max_positions + names.CATCH_UP_ROWS + shape.steps)
-        self.embedding, self.head = (
-            nn.Parameter(torch.empty(rows, shape.hidden, dtype=dtype), requires_grad=False)
-            for rows in (shape.vocabulary, shape.draft_vocabulary)
-        )
+        self.embedding = nn.Parameter(torch.empty(shape.vocabulary, shape.hidden, dtype=dtype), requires_grad=False)
+        self.head = DraftHead(shape.draft_vocabulary, shape.hidden, shape.head_rank, dtype)
         self._scale = config.logit_scale
 
     def _prepare(self, drafter: M, positions: int) -> None:
@@ -225,7 +224,8 @@ class DraftGraph(nn.Module, Generic[M]):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, H] in fp32 of states [B, T, n], times the verifier's own logit scale."""
-        return F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
+        logits: torch.Tensor = self.head(states if self._scale == 1.0 else states * self._scale)
+        return logits.float()
 
 
 class TokenChain(DraftGraph[M], Generic[M]):

@@ -132,6 +132,7 @@ class DraftExporter(Exporter[C]):
             vocabulary=config.vocab_size,
             draft_vocabulary=config.limited(target.options.draft_vocabulary),
             draft_logit_scale=config.draft_logit_scale,
+            head_rank=target.options.head_rank or 0,
             dtype=target.dtype,
         )
 

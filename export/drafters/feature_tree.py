@@ -11,6 +11,7 @@ from torch import nn
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.draft_graph import DraftGraph, LevelAttention, Pending, Sampling
+from redraft.export.drafters.draft_head import check_verifiers
 from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import with_sizes
@@ -51,13 +52,15 @@ class FeatureTreeExporter(DraftExporter[FeatureConfig]):
         return with_sizes(FeatureConfig, verifier, target.vocabulary, hidden_states=states, **self.row.form)
 
     def shape(self, target: Target, config: FeatureConfig) -> FeatureTreeShape:
-        """Return the graph's sizes. Raises UsageError for a draft vocabulary that is not that of a head of its own."""
+        """Return the graph's sizes. Raises UsageError for options that do not fit a head of its own."""
         options, drafted = target.options, config.limited(target.options.draft_vocabulary)
         if config.own_head and drafted != config.draft_size:
             raise UsageError(
                 f"drafter {target.name} has a head of its own for {config.draft_size} tokens",
                 "leave out draft_vocabulary",
             )
+        if config.own_head:
+            check_verifiers(target.name, options.head_rank, "a head that was trained with the drafter")
         width = min(options.width, drafted)
         return FeatureTreeShape(
             **self.sizes(target, config),

@@ -222,6 +222,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
         draft_vocabulary=drafted,
         rank=config.rank,
         draft_logit_scale=config.draft_logit_scale,
+        head_rank=options.head_rank or 0,
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.draft_graph import Sampling
+from redraft.export.drafters.draft_head import DraftHead
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.drafters.static_tree import Accuracies, HeadsExporter, StaticTree, check_heads
 from redraft.export.drafters.writing import Target
@@ -95,8 +96,7 @@ class _Draft(nn.Module):
     def __init__(self, heads: MedusaHeads, shape: StaticTreeShape, tree: Mapping[Node, float]) -> None:
         super().__init__()
         self.drafter, self.shape, self.static = heads, shape, StaticTree(shape, tree)
-        dtype = tracing.TORCH[shape.dtype]
-        self.head = nn.Parameter(torch.empty(shape.draft_vocabulary, shape.hidden, dtype=dtype), requires_grad=False)
+        self.head = DraftHead(shape.draft_vocabulary, shape.hidden, shape.head_rank, tracing.TORCH[shape.dtype])
         self._scale = heads.config.logit_scale
 
     def forward(
@@ -105,5 +105,5 @@ class _Draft(nn.Module):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         hidden = tracing.gather_rows(pending_features, (num_pending - 1)[:, None])  # [B, 1, n]
         states = self.drafter(hidden)[:, 0, : self.shape.steps]  # [B, N, n]
-        logits = F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
+        logits = self.head(states if self._scale == 1.0 else states * self._scale).float()
         return (*self.static(logits, tokens[:, None], sampling, tables), logits)

@@ -67,6 +67,7 @@ def _shape(module: LoadedModule, recorded: LayerRecorder, target: Target) -> Mtp
         head_dim=found.head_dim,
         steps=target.options.steps,
         draft_vocabulary=sizes.vocabulary,
+        head_rank=target.options.head_rank or 0,
         dtype=sizes.dtype,
         hidden_states=module.found.hidden_states,
     )

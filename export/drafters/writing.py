@@ -13,11 +13,12 @@ from torch import nn
 
 from redraft import names
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint.sources import AnySource, DrafterSource, RandomSource
+from redraft.export.checkpoint.sources import AnySource, DrafterSource, FactoredSource, RandomSource
 from redraft.export.checkpoint.weight_files import FOLDER, STORED, NewTensor, Progress, no_progress, write
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.draft_graph import Sampling
+from redraft.export.drafters.draft_head import factored
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.graph import passes, tracing
@@ -67,6 +68,10 @@ class Target:
     def vocabulary(self) -> int:
         """The verifier's number of tokens."""
         return self.verifier.shape.vocabulary
+
+    def factors(self, source: AnySource, head: str, prefix: str) -> FactoredSource:
+        """Return factors of the parameter `head` of `source`, as `factored` does, of the options' rank."""
+        return factored(source, head, self.options.head_rank, prefix, self.verifier.second_moment)
 
 
 def stem(name: str) -> str:
@@ -151,7 +156,7 @@ def write_traced(
     The head is too if the draft vocabulary is the whole one. Otherwise it is a weight of the drafter's own, rows of the
     verifier's head, unless the drafter was trained with a head of its own (`own_head`).
 
-    model:  its parameters are `drafter.NAME`, `embedding` and `head`.   own: source of the drafter's parameters.
+    model:  its parameters are `drafter.NAME`, `embedding` and `head.NAME`.   own: source of the drafter's parameters.
     logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
     """
     prefix, verifier = stem(target.name), target.verifier
@@ -159,8 +164,12 @@ def write_traced(
     own_names = {f"drafter.{parameter.removeprefix(prefix)}": parameter for parameter in own.parameters}
     head = None if own_head else vocabulary.head(verifier.source, verifier.head, f"{prefix}head")
     head_name = f"{prefix}head.weight" if own_head else head.name if head else verifier.head
-    new_names = {**own_names, "embedding": verifier.embedding, "head": head_name}
+    new_names = {**own_names, "embedding": verifier.embedding, "head.weight": head_name}
     source = DrafterSource(DrafterSource(own, head) if head else own, verifier.source)
+    if target.options.head_rank:
+        factors = target.factors(source, head_name, f"{prefix}head.")
+        new_names |= {name.removeprefix(prefix): name for name in factors.parameters}
+        source = DrafterSource(factors, source)
     return write_graph(target, model, new_names, source, names.DRAFT, verifier.weights, logits)
 
 

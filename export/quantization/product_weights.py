@@ -72,8 +72,11 @@ class ProductWeight:
 
 
 def feeds(product: ir.Node, last: ir.Node | None) -> bool:
-    """Return True if only elementwise operators (softcap, scaling, a cast) are between the product and `last`."""
-    while last is not None and last.op_type in ("Mul", "Tanh", "Div", "Cast"):
+    """Return True if only elementwise operators (softcap, scaling, a cast) are between the product and `last`.
+
+    Exact logits may replace those of some tokens.
+    """
+    while last is not None and last.op_type in ("Mul", "Tanh", "Div", "Cast", "ScatterElements"):
         last = last.inputs[0].producer() if last.inputs[0] is not None else None
     return last is product
 

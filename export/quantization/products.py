@@ -202,7 +202,7 @@ class _Quantizer:
             return
         name, shape = table.name, self._source.parameters[table.name]
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-        shared = f"{name}{names.ROWS}" in self._shared
+        shared = not self._shared.keys().isdisjoint((f"{name}{names.ROWS}", f"{name}{names.CODES}"))
         if len(shape) != 2 or axis != 0 or (self._plan is None and not shared):
             return
         form = self._rows_form(name, shape[1])
@@ -212,7 +212,7 @@ class _Quantizer:
             NewTensor(f"{name}{names.ROWS}", "U8", shape, _unwritten),
             NewTensor(f"{name}{names.SCALES}", "F32", (shape[0], form.blocks(shape[1])), _unwritten),
         ]
-        if not shared and name in self._rows:
+        if name in self._rows or f"{name}{names.CODES}" in self._shared:
             tensors[0] = replace(tensors[0], same_as=f"{name}{names.CODES}")
         elif not shared:
             tensors = _Encoded(partial(_rounded_table, self._source, name, form.block)).fill(tensors)
@@ -231,6 +231,8 @@ class _Quantizer:
         """Return the form of looked-up rows, None if the operator cannot take them."""
         if f"{name}{names.ROWS}" in self._shared:
             return Form(8, columns // self._shared[f"{name}{names.SCALES}"].shape[1])
+        if (codes := self._shared.get(f"{name}{names.CODES}")) is not None:
+            return Form(8, codes.shape[2]) if codes.shape[1] * codes.shape[2] == columns else None
         if name in self._rows:
             return self._rows[name] if columns % self._rows[name].block == 0 else None
         return next((Form(8, block) for block in ROW_BLOCKS if columns % block == 0), None)

@@ -83,10 +83,13 @@ class BuildOptions:
                int8 drafter reads fewer bytes between two verifications.
     draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
                on. A plain checkpoint has no counts of tokens, so it drafts all.
+    head_rank: rank of the product with the verifier's head that finds candidates. Only these are multiplied exactly
+               (`redraft.export.drafters.draft_head`). None multiplies all tokens exactly.
     """
 
     precision: Literal["fp32", "fp16", "bf16", "int8", "int4"] | None = None
     draft_vocabulary: PositiveInt | None = None
+    head_rank: PositiveInt | None = None
 
     def check(self, **most: int) -> None:
         """Raise UsageError for a field that is not a number from 1 to this one. None is no number, and allowed."""

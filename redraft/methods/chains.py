@@ -131,9 +131,10 @@ def draft_vocabulary_tables(shape: Shape) -> tuple[TensorSpec, ...]:
 
 
 def describe_vocabulary(shape: Shape) -> str:
-    """Return the draft vocabulary in words, after a comma; nothing if it is the whole vocabulary."""
+    """Return the draft vocabulary and the head's rank in words, each after a comma; nothing for a whole one."""
     tokens = shape.draft_vocabulary
-    return "" if tokens == shape.vocabulary else f", {tokens} of {shape.vocabulary} tokens"
+    some = "" if tokens == shape.vocabulary else f", {tokens} of {shape.vocabulary} tokens"
+    return f"{some}, head of rank {shape.head_rank}" if shape.head_rank else some
 
 
 def chain_state(shape: Shape) -> tuple[TensorSpec, ...]:

@@ -112,7 +112,8 @@ class DecoderShape:
     """Sizes of the drafter's graphs and buffers.
 
     layers: of the drafter.   steps: N.   width: k, and nodes expanded at a level.   nodes: K, root included.
-    draft_vocabulary: H.   draft_logit_scale: factor on the logits.   dtype: of the KV, features and biases.
+    draft_vocabulary: H.   draft_logit_scale: factor on the logits.   head_rank: see `BuildOptions`; 0 for none.
+    dtype: of the KV, features and biases.
     hidden_states: of the verifier, which steer it.   steering: numbers of a row's bias, of all layers together.
     """
 
@@ -126,6 +127,7 @@ class DecoderShape:
     nodes: PositiveInt
     draft_vocabulary: PositiveInt
     draft_logit_scale: float = 1.0
+    head_rank: int = 0
     dtype: Dtype = "float32"
     hidden_states: tuple[str, ...] = ()
     steering: int = 0

@@ -73,7 +73,8 @@ class FeatureTreeShape(ChainShape):
 
     width: W.   nodes: K.   static: see above.   draft_vocabulary: H.
     hidden_states: of the verifier, which are a feature together.
-    draft_logit_scale: factor on the logits.   dtype: of features and KV, the verifier's.
+    draft_logit_scale: factor on the logits.   head_rank: see `BuildOptions`; 0 for none.
+    dtype: of features and KV, the verifier's.
     """
 
     width: PositiveInt
@@ -82,6 +83,7 @@ class FeatureTreeShape(ChainShape):
     static: bool = False
     hidden_states: tuple[str, ...] = (names.LAST_HIDDEN_STATE,)
     draft_logit_scale: float = 1.0
+    head_rank: int = 0
     dtype: Dtype = "float32"
 
 

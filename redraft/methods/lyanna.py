@@ -83,7 +83,7 @@ class LyannaShape(ChainShape):
     width: k, children of a node and nodes expanded at each level.   nodes: K, root included.
     resample_nodes: largest number of nodes of a resampled tree, root included.
     draft_vocabulary: H.   rank: d, of the low-rank form.   draft_logit_scale: factor on the logits.
-    dtype: of features and KV, the verifier's.
+    head_rank: see `BuildOptions`; 0 for none.   dtype: of features and KV, the verifier's.
     """
 
     width: PositiveInt
@@ -93,6 +93,7 @@ class LyannaShape(ChainShape):
     draft_vocabulary: PositiveInt
     rank: PositiveInt
     draft_logit_scale: float = 1.0
+    head_rank: int = 0
     dtype: Dtype = "float32"
 
 

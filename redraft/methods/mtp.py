@@ -38,12 +38,13 @@ class MtpBuild(BuildOptions):
 class MtpShape(ChainShape):
     """Sizes of the drafter's graph and buffers.
 
-    draft_vocabulary: H.   draft_logit_scale: factor on the logits.
+    draft_vocabulary: H.   draft_logit_scale: factor on the logits.   head_rank: see `BuildOptions`; 0 for none.
     dtype: of features and KV, the verifier's.   hidden_states: of the verifier, the one that it reads.
     """
 
     draft_vocabulary: PositiveInt
     draft_logit_scale: float = 1.0
+    head_rank: int = 0
     dtype: Dtype = "float32"
     hidden_states: tuple[str, ...] = (names.LAST_HIDDEN_STATE,)
 

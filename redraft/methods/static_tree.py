@@ -50,7 +50,7 @@ class StaticTreeShape:
     """Sizes of the drafter's graph and buffers.
 
     tree: all nodes but the root, by falling accuracy.   draft_vocabulary: H.   draft_logit_scale: factor on the logits.
-    dtype: of features, the verifier's.
+    head_rank: see `BuildOptions`; 0 for none.   dtype: of features, the verifier's.
     """
 
     hidden: PositiveInt
@@ -58,6 +58,7 @@ class StaticTreeShape:
     tree: tuple[Node, ...]
     draft_vocabulary: PositiveInt
     draft_logit_scale: float = 1.0
+    head_rank: int = 0
     dtype: Dtype = "float32"
 
     @property

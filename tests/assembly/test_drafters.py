@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from redraft.assembly import resolve
 from redraft.assembly.drafter_graphs import check_graph
 from redraft.assembly.drafters import OpenedDrafter, open_drafter, settings_of
 from redraft.assembly.models import Model
@@ -91,4 +92,23 @@ def test_a_build_reads_the_hidden_states_of_its_drafters(checkpoint: Path, tmp_p
     assert build.config.hidden_states == ("1", "last")
     assert [drafter.id for drafter in build.drafters] == ["a"]
     assert build.config.drafters == (own,)
+    assert build.state_texts == {}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_a_factorized_head_needs_hidden_states_of_text(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_weights: bool
+) -> None:
+    """Another text makes another bundle. A verifier with random weights has no states worth it."""
+    drafters = (DrafterBuild("a", "random", "lyanna", {"head_rank": 9}),)
+    config = BuildConfig(drafters=drafters, random_weights=random_weights)
+    texts, keys = {"code": tmp_path / "code.txt"}, set()
+    monkeypatch.setattr(resolve, "held_out_texts", lambda: texts)
+    for text in ("x = 1", "y = 2"):
+        texts["code"].write_text(text)
+        request, target = BuildRequest("m", texts={}), Target.of(config, None)
+        build = resolve.resolve_build(Model("m", "m", checkpoint), target, tmp_path / "out", request, lambda line: None)
+        assert build.state_texts == ({} if random_weights else {"code": text})
+        keys.add(build.key)
+    assert len(keys) == (1 if random_weights else 2)

@@ -79,8 +79,17 @@ def test_a_bundle_with_a_module(name: str, architecture: str, built: Build, monk
 @pytest.mark.parametrize(
     ("drafter", "line"),
     [
-        ("native", "drafter mtp: draft_vocabulary needs counts of tokens, and a checkpoint's module has none; leave"),
-        ("d={}", "drafter d: draft_vocabulary needs counts of tokens, and a plain checkpoint has none; leave it out"),
+        (
+            "native,draft_vocabulary=9",
+            "drafter mtp: draft_vocabulary needs counts of tokens, and a checkpoint's module has none; leave",
+        ),
+        (
+            "d={},draft_vocabulary=9",
+            "drafter d: draft_vocabulary needs counts of tokens, and a plain checkpoint has none; leave it out",
+        ),
+        ("d={},head_rank=9", "drafter d: head_rank is for the verifier's head, not for a plain checkpoint's; leave"),
+        ("native,head_rank=48", "drafter mtp: head_rank must be below 48, the numbers of a hidden state, not 48"),
+        ("native,head_rank=0", "drafter mtp: head_rank must be"),
     ],
 )
 def test_options_that_a_checkpoints_drafter_cannot_have_are_refused_before_the_export(
@@ -88,8 +97,8 @@ def test_options_that_a_checkpoints_drafter_cannot_have_are_refused_before_the_e
 ) -> None:
     folder, out = tmp_path / "verifier", tmp_path / "engines"
     write_tokenizer(write_native(folder, "mimo"))
-    asked = f"{drafter.format(folder)},draft_vocabulary=9"
-    command = ["build", str(folder), "-o", str(out), "--drafter", asked, "--eval-text", "none"]
+    asked = ["--drafter", drafter.format(folder), "--eval-text", "none"]
+    command = ["build", str(folder), "-o", str(out), *asked]
     capsys.readouterr()
     assert main.run(command) == 2
     said = capsys.readouterr().err

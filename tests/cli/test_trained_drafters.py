@@ -49,10 +49,10 @@ temperatures = [1.0]
 """
 """Text for steered training: of the verifier itself, or plain."""
 BUILT = {
-    "medusa": ("medusa", "draft_vocabulary=20,nodes=9", "heads, static tree of 9 nodes, 20 of 32 tokens"),
+    "medusa": ("medusa", "draft_vocabulary=20,nodes=9,head_rank=8", "9 nodes, 20 of 32 tokens, head of rank 8"),
     "short": ("medusa", "steps=1,nodes=3", "static tree of 3 nodes"),
     "eagle": ("eagle", "precision=fp32", "4 steps, static trees 3 wide of 12 nodes"),
-    "steered": ("steered", "steps=4", "2 layers, 4 steps, steering by hidden states 1, 0"),
+    "steered": ("steered", "steps=4,head_rank=6", "2 layers, 4 steps, head of rank 6, steering by hidden states 1, 0"),
 }
 """Drafters of one bundle by id: method, options and the end of the summary.
 

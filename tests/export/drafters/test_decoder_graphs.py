@@ -209,6 +209,8 @@ def test_a_checkpoint_that_does_not_fit_the_verifier(tmp_path: Path) -> None:
         EXPORTER.checkpoint(Target("d", OF_97, tmp_path, TreeBuild()), checkpoint)
     with pytest.raises(UsageError, match="draft_vocabulary needs counts of tokens"):
         EXPORTER.checkpoint(Target("d", OF_97, tmp_path, TreeBuild(draft_vocabulary=10)), checkpoint)
+    with pytest.raises(UsageError, match="head_rank is for the verifier's head, not for a plain checkpoint's"):
+        EXPORTER.checkpoint(Target("d", OF_97, tmp_path, TreeBuild(head_rank=10)), checkpoint)
     factors = [1.0] * 6
     rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": factors, "long_factor": factors}
     long = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64)

@@ -63,7 +63,7 @@ def build(**options: Any) -> FeatureTreeBuild:
 
 
 CASES = {
-    "linear": Case(form("linear", "one", input_norm=False), build(), static=True),
+    "linear": Case(form("linear", "one", input_norm=False), build(head_rank=5), static=True),
     "gated": Case(
         form("gated_fused", "doubled", draft_vocab_size=9, input_norm=False),
         build(steps=2, nodes=8, draft_vocabulary=7),
@@ -226,6 +226,11 @@ def test_a_tree_is_no_wider_than_the_draft_vocabulary(little_verifier: Verifier,
             f"a head of its own for {VOCABULARY} tokens; leave out draft_vocabulary",
         ),
         (form("gated_fused", "one"), build(), "is no drafter of eagle2: it has a fusion 'gated_fused' and one output"),
+        (
+            form("linear", "one", own_head=True),
+            build(head_rank=9),
+            "head_rank is for the verifier's head, not for a head that was trained with the drafter; leave it out",
+        ),
         (form("linear", "one", hidden_states=("1", "last")), build(), "does not output hidden state '1'"),
     ],
 )

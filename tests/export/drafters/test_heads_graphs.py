@@ -70,7 +70,7 @@ FAMILIES = (
 )
 BUILDS = {
     "whole": (StaticTreeBuild(nodes=12, precision="fp32"), 0),
-    "pruned": (StaticTreeBuild(nodes=6, steps=2, width=2, draft_vocabulary=8, precision="fp32"), 9),
+    "pruned": (StaticTreeBuild(nodes=6, steps=2, width=2, draft_vocabulary=8, precision="fp32", head_rank=4), 9),
 }
 """Options of a build, and the tokens that the drafter was trained on; 0 for all."""
 

@@ -53,12 +53,13 @@ FEW = replace(CONFIG, steps=4, first_token=False, draft_logit_scale=1.0, logit_s
 EXPORTS = {
     "whole": (CONFIG, {}),
     "pruned": (FEW, {"token_info": "fp8", "draft_vocabulary": 20, "width": 3, "nodes": 100}),
-    "trained": (TRAINED, {"token_info": "lowrank", "resample_nodes": 100}),
-    "coded": (TRAINED, {"token_info": "int8", "precision": "int8"}),
+    "trained": (TRAINED, {"token_info": "lowrank", "resample_nodes": 100, "head_rank": 7}),
+    "coded": (TRAINED, {"token_info": "int8", "precision": "int8", "head_rank": 7}),
 }
 """The whole vocabulary, three steps and a tree cut from eleven nodes to nine; four wider steps without first token and
 scales, built for the twenty most frequent tokens; a draft vocabulary of 23 tokens that was trained, a projected chain,
-and resampled trees as large as possible; the same in 8 bits. Each has another form of token information."""
+resampled trees as large as possible and a factorized head; the same in 8 bits. Each has another form of token
+information."""
 Exports = Callable[[str], Exported]
 
 
@@ -143,12 +144,21 @@ def test_two_element_types_in_one_graph_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("trained", {"": (23, 32)}), ("coded", {".codes": (23, 1, 32), ".scales": (23, 1)})],
+    [
+        ("trained", {"": (23, 32), ".left": (23, 7), ".right": (7, 32)}),
+        (
+            "coded",
+            {
+                **{".rows": (23, 32), ".scales": (23, 1), ".left.codes": (23, 1, 32), ".left.scales": (23, 1)},
+                **{".right.codes": (7, 1, 32), ".right.scales": (7, 1)},
+            },
+        ),
+    ],
 )
 def test_the_head_of_a_draft_vocabulary_is_rows_of_the_verifiers(
     exports: Exports, name: str, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    """It is the drafter's own weight, in the drafter's precision."""
+    """It is the drafter's own weight, in the drafter's precision, and so are its factors."""
     exported = exports(name)
     heads = {ref.initializer: ref for ref in exported.lyanna.weights if ref.initializer.startswith("lyanna.head")}
     assert {key: ref.shape for key, ref in heads.items()} == {f"lyanna.head{part}": s for part, s in expected.items()}

@@ -44,7 +44,9 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoint = Checkpoint.open(write_native(folder / "verifier", name))
     reads = ("last",) if FORMS[name].normed else (str(LAYERS - 1),)
     (folder / "graphs").mkdir()
-    target = Target(NAME, untraced(checkpoint, reads), folder / "graphs", MtpBuild(precision="fp32", steps=3))
+    target = Target(
+        NAME, untraced(checkpoint, reads), folder / "graphs", MtpBuild(precision="fp32", steps=3, head_rank=6)
+    )
     drafter = find_exporter(METHOD.id).native(target, checkpoint)
     assert drafter.shape.hidden_states == reads
     tensors = load_file(str(checkpoint.path / "model.safetensors"))
@@ -110,9 +112,11 @@ def test_a_draft_is_the_chain_of_the_module(native: tuple[str, Tensors, Exported
 
 
 def test_weights_are_the_checkpoints_own_bytes(native: tuple[str, Tensors, Exported]) -> None:
-    """In the checkpoint's type, the module's tensors are not written again."""
-    own = {ref.file for ref in native[2].drafter.weights if ref.initializer.startswith(f"{NAME}.")}
-    assert own == {f"weights/{NAME}.model.safetensors"}
+    """In the checkpoint's type, the module's tensors are not written again. The head's factors are new."""
+    own = {ref.initializer: ref.file for ref in native[2].drafter.weights if ref.initializer.startswith(f"{NAME}.")}
+    new = {f"{NAME}.head.left", f"{NAME}.head.right"}
+    assert {file for name, file in own.items() if name not in new} == {f"weights/{NAME}.model.safetensors"}
+    assert {own[name] for name in new} == {f"weights/{NAME}.safetensors"}
 
 
 def test_the_reference_agrees_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
