@@ -1,4 +1,4 @@
-"""Losses of block drafters equal a loop over blocks by the published forward pass, and drafters begin as the verifier."""
+"""Losses of block drafters equal a loop over blocks by the published forward pass, and begin as the verifier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from redraft.errors import UsageError
-from redraft.export.drafters.block_drafter import BlockConfig
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives import find_training
 from redraft.train.objectives.block import context_states, start_from_layers
@@ -145,6 +144,6 @@ def test_losses_that_cannot_be_are_refused(values):
 
 
 def test_numbers_that_cannot_be_are_refused():
-    with pytest.raises(UsageError, match="drafter.blocks and token_rank must be 0 or more, not -1, 0"):
+    with pytest.raises(UsageError, match=r"drafter\.blocks and token_rank must be 0 or more, not -1, 0"):
         BlockTable(hard=1.0, blocks=-1)
     assert BlockTable(hard=1.0).weights(3).tolist() == pytest.approx([1 / 3] * 3)
