@@ -48,7 +48,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A row m also loses weights[m] · Σ |p − q|, where q is its softmax and p is `shares` [M, K] of the columns, else 0.
+    """Row m also loses weights[m] · Σ |p − q|, where q is its softmax, and p is `shares` [M, K] of the columns, else 0.
 
     Both sum up to 1, so the distance is 2 (1 − Σ min(p, q)). Its gradient is that of a cross-entropy in which the
     columns with q < p have the weights 2 q.

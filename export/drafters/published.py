@@ -48,8 +48,8 @@ FIRST, THIRD = "eagle", "eagle3"
 FIRST_METHODS = (FIRST, "eagle2", "hass")
 """Methods whose drafters have EAGLE-1's form, so that each may use the others'. Published files do not say which."""
 KNOWN = (
-    "EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators, DFlash or JetSpec in z-lab's "
-    "layout, or DSpark in DeepSpec's"
+    "EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators, DFlash or JetSpec in "
+    "z-lab's, or DSpark in DeepSpec's"
 )
 
 _KIND = "speculators_model_type"

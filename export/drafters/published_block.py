@@ -8,10 +8,10 @@
 |          |                      |                    |         | `markov_rank`, `enable_confidence_head`            |
 
 `dflash_config` has `mask_token_id` and `target_layer_ids`. Tensors are `layers.N.*` as in transformers' Qwen3, `fc`,
-`hidden_norm` and `norm`. DSpark has `markov_head.markov_w1`, `markov_head.markov_w2` and `confidence_head.proj` too, and
-copies of the verifier's embedding and head.
+`hidden_norm` and `norm`. DSpark also has `markov_head.markov_w1`, `markov_head.markov_w2` and `confidence_head.proj`,
+and copies of the verifier's embedding and head.
 
-A block of B rows drafts B - 1 tokens, DSpark's B. Id 3 of `target_layer_ids` is the output of layer 3, from 0. The id of
+A block of B rows drafts B - 1 tokens, DSpark's B. Id 3 of `target_layer_ids` is the output of layer 3, from 0. That of
 the last layer is the state after the final norm, as transformers returns it. Without ids, a drafter of one layer reads
 that of L / 2. Those of several layers are spread from 1 to L - 3.
 """
@@ -71,7 +71,7 @@ _LAYER = {ours.removeprefix("layer."): theirs for ours, theirs in IN_LAYER.items
     **{f"{one}_norm.weight": f"self_attn.{one}_norm.weight" for one in "qk"},
     **{f"{one}_proj.bias": f"self_attn.{one}_proj.bias" for one in "qkv"},
 }
-"""Published names of our parameters, those of a layer after its prefix. The mask is a row of the verifier's embedding."""
+"""Published names of our parameters, those of a layer after its prefix. The mask is a row of the embedding."""
 
 
 class _Published(Protocol):

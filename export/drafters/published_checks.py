@@ -1,4 +1,4 @@
-"""What conversions of published draft checkpoints share: the layer's configuration, its fit to a verifier, and tensors."""
+"""What conversions of published draft checkpoints share: checks of their configuration, their fit and their tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layer_configuration(path: Path, layer: Any) -> PretrainedConfig:
 
 
 def check_sizes(path: Path, values: Mapping[str, Any], config: PretrainedConfig, target: PretrainedConfig) -> None:
-    """Raise CheckpointError if the drafter of a layer's configuration has another width or vocabulary than the verifier."""
+    """Raise CheckpointError if the layers' width or vocabulary is not the verifier's."""
     found, shape = decoder_shape(config), decoder_shape(target)
     width = values.get("target_hidden_size") or found.hidden
     for what, here, wanted in (

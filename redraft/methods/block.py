@@ -1,7 +1,7 @@
 """The specification that methods share which draft a whole block of tokens in one pass.
 
-A block is the latest token, the anchor, and masks for the tokens to draft. Its rows read the verifier's hidden states of
-all earlier positions as context, and each other: all rows (Chen et al. 2026, DFlash, arXiv 2602.06036; DeepSeek's
+A block is the latest token, the anchor, and masks for the tokens to draft. Its rows read the verifier's hidden states
+of all earlier positions as context, and each other: all rows (Chen et al. 2026, DFlash, arXiv 2602.06036; DeepSeek's
 DSpark), or only earlier ones (Hu et al. 2026, JetSpec, arXiv 2606.18394). Each layer has KV buffers of its own with the
 context's keys and values. These come from the hidden states alone, so a draft's rows need not stay there.
 

@@ -1,4 +1,4 @@
-"""Training of drafters that draft a block in one pass: their recipes, shapes and initial weights. Each method is a row."""
+"""Training of drafters that draft a block in one pass: recipes, shapes and initial weights. Each method is a row."""
 
 from __future__ import annotations
 
