@@ -33,8 +33,8 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     """Begin with the verifier's last layers and its final norm.
 
     The context begins as that which enters the last layer, with its norm's gain: the keys and values of a copy of that
-    layer are the verifier's. The mask begins as the mean embedding. Raises UsageError for layers of another shape, and
-    for a drafter that does not read that hidden state.
+    layer are the verifier's. The mask begins as the mean embedding, and the token before adds nothing. Raises
+    UsageError for layers of another shape, and for a drafter that does not read that hidden state.
     """
     config, state, body = drafter.config, drafter.state_dict(), verifier.model.get_decoder()
     enters, count = str(verifier.layers - 2), config.layers
@@ -52,6 +52,8 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     state["features.weight"] = torch.cat(parts, dim=1)
     state["feature_norm.weight"] = gain.detach().float().clone()
     state["mask"] = verifier.model.get_input_embeddings().weight.detach().float().mean(0)
+    if "token_head.weight" in state:
+        state["token_head.weight"] = torch.zeros_like(state["token_head.weight"])
     drafter.load_state_dict(state)
 
 
