@@ -82,6 +82,7 @@ const char *Plan::add(int64_t row, int64_t sequence, int64_t place) {
   Node node{row, 0, past + keys, past + keys, static_cast<int64_t>(tails.size())};
   if (c.window && position >= c.window) node.begin = position - c.window + 1;
   if (c.chunk) node.begin = std::max(node.begin, position / c.chunk * c.chunk);
+  node.begin = std::min(node.begin, node.end - 1);  // a node that sees places after its own may see few
   if (ahead || depth < place) {  // its path is not all places up to its own
     int64_t found = 0;
     for (int64_t other = 0; other <= last && found < keys; ++other) {
