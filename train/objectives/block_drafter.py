@@ -194,7 +194,7 @@ def block_attention(config: BlockConfig, starts: torch.Tensor, length: int) -> C
             own = own.masked_fill(torch.ones_like(own[0, 0, 0], dtype=torch.bool).triu(1), -inf)
         shares = (torch.cat([first, own], dim=-1).float() * scale).softmax(-1).to(v.dtype)
         of_context, of_own = shares.split([length, blocks[1]], dim=-1)
-        out = of_context.flatten(2, 3) @ context_v + (of_own @ own_v).flatten(2, 3)
+        out: torch.Tensor = of_context.flatten(2, 3) @ context_v + (of_own @ own_v).flatten(2, 3)
         return out.transpose(1, 2).flatten(-2)
 
     return lambda layer: attend

@@ -46,13 +46,13 @@ typedef struct {
   float scale, softcap;                 // softcap 0: none
   const float *q, *k, *v;               // of node n: q + n * q_stride [Hq * D], k + n * k_stride and v + … [Hkv * D]
   int64_t q_stride, k_stride, v_stride;
-  void *key_cache, *value_cache;    // [B, Hkv, C, D]
-  int64_t half;                     // 1: the caches hold fp16; 0: fp32
-  const uint8_t *tree_mask;         // [B, T, T]: place j is i itself, an ancestor of i, which comes before it, or seen ahead
-  const int64_t *positions;         // [N]; one outside cache_len .. cache_len + t sees what the nearest of them does
-  const int64_t *cache_len;         // [B]
-  const int64_t *packed_rows;       // [N], place b * T + t of each node, ascending; null: N = B * T, all places
-  const float *sinks;               // [Hq]; null: none
+  void *key_cache, *value_cache;  // [B, Hkv, C, D]
+  int64_t half;                   // 1: the caches hold fp16; 0: fp32
+  const uint8_t *tree_mask;    // [B, T, T]: place j is i itself, an ancestor of i, which comes before it, or seen ahead
+  const int64_t *positions;    // [N]; one outside cache_len .. cache_len + t sees what the nearest of them does
+  const int64_t *cache_len;    // [B]
+  const int64_t *packed_rows;  // [N], place b * T + t of each node, ascending; null: N = B * T, all places
+  const float *sinks;          // [Hq]; null: none
   const float *cosines, *sines;     // [table_rows, D / 2], by position; null: no rotation
   int64_t table_rows, interleaved;  // interleaved: pairs are 2i, 2i + 1, otherwise i, i + D / 2
   float *out;                       // [N, Hq * D]

@@ -83,7 +83,7 @@ const char *Plan::add(int64_t row, int64_t sequence, int64_t place) {
   if (c.window && position >= c.window) node.begin = position - c.window + 1;
   if (c.chunk) node.begin = std::max(node.begin, position / c.chunk * c.chunk);
   node.begin = std::min(node.begin, node.end - 1);  // a node that sees places after its own may see few
-  if (ahead || depth < place) {  // its path is not all places up to its own
+  if (ahead || depth < place) {                     // its path is not all places up to its own
     int64_t found = 0;
     for (int64_t other = 0; other <= last && found < keys; ++other) {
       if (!mask[other]) continue;
