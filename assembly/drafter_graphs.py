@@ -82,7 +82,7 @@ def _graphs(drafter: OpenedDrafter, shape: Any, folder: Path) -> dict[str, Graph
             one = lower_single(folder, portable, False, for_one, chains=method.limits(shape).width == 1)
         else:
             several = lower_any(folder, portable, for_batches)
-            if graph.chain_steps and on_cpu:
+            if graph.chain_steps and graph.one_way(shape) and on_cpu:
                 one = lower_chain(folder, portable, for_one)
         own = None
         if on_cpu and (graph.decoder or graph.chain_steps):

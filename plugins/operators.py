@@ -26,7 +26,7 @@ PACKAGED = Path(__file__).parent
 OPERATORS_HINT = "run `make operators` in a checkout, or reinstall the package where g++ is"
 OPERATOR_NAMES = (*PRODUCTS, CPU_TREE_ATTENTION, SILU_GATE)
 """Types of the nodes that it computes."""
-_INTERFACES = 2, 3
+_INTERFACES = 2, 4
 """Numbers of the C entries of products, and of attention and gates."""
 PLAIN = "scalar"
 """The kernels' name for plain C++, which is slower than ONNX Runtime's own."""

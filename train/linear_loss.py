@@ -46,9 +46,29 @@ class Alignment:
         return (truth >= 0) & ((logits > found).sum(-1) < self.k)
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """Row m also loses weights[m] · Σ |p − q|, where q is its softmax, and p is `shares` [M, K] of the columns, else 0.
+
+    Both sum up to 1, so the distance is 2 (1 − Σ min(p, q)). Its gradient is that of a cross-entropy in which the
+    columns with q < p have the weights 2 q.
+    """
+
+    shares: torch.Tensor
+    weights: torch.Tensor
+
+    def pulls(self, probs: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return these rows' weights of that cross-entropy, [R, K], from their softmax at the columns [R, K]."""
+        return 2 * self.weights[rows, None] * probs * (probs < self.shares[rows])
+
+    def loss(self, probs: torch.Tensor) -> torch.Tensor:
+        """Return every row's loss, [M], from the softmax at the columns [M, K]."""
+        return 2 * self.weights * (1 - torch.minimum(probs, self.shares).sum(-1))
+
+
 def linear_cross_entropy(  # noqa: PLR0913 - inputs of one autograd function
     states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None, own_head: torch.Tensor | None,
-    columns: torch.Tensor, weights: torch.Tensor, alignment: Alignment | None = None,
+    columns: torch.Tensor, weights: torch.Tensor, alignment: Alignment | None = None, overlap: Overlap | None = None,
 ) -> LinearLoss:  # fmt: skip
     """Return the sum over rows m that count, and targets k, of weights[m, k] · −log softmax(l_m)[columns[m, k]].
 
@@ -57,7 +77,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - inputs of one autograd function
     all of one type.
     columns: int64 [M, K].   weights: float [M, K].
     """
-    arguments = states, head, own_states, own_head, columns, weights, alignment
+    arguments = states, head, own_states, own_head, columns, weights, alignment, overlap
     found = _LinearLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return LinearLoss(*found)
 
@@ -67,6 +87,7 @@ class _LinearLoss(torch.autograd.Function):
     def forward(  # noqa: PLR0913 - inputs of one autograd function
         ctx: Any, states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None,
         own_head: torch.Tensor | None, columns: torch.Tensor, weights: torch.Tensor, alignment: Alignment | None,
+        overlap: Overlap | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         totals = weights.sum(-1)
         aligned = torch.ones(len(states), dtype=torch.bool, device=states.device)
@@ -86,6 +107,9 @@ class _LinearLoss(torch.autograd.Function):
                 counted, of_rows = counted * aligned[rows, None], of_rows * aligned[rows]
             log_probs = F.log_softmax(logits, -1)
             log_sum[rows] = logits[:, 0] - log_probs[:, 0]
+            if overlap is not None:
+                pulls = overlap.pulls((chosen[rows] - log_sum[rows, None]).exp(), rows)
+                counted, of_rows = counted + pulls, of_rows + pulls.sum(-1)
             if needed:
                 gradient = log_probs.exp_().mul_(of_rows[:, None]).scatter_add_(1, columns[rows], -counted)
                 gradient = gradient.to(head.dtype)
@@ -94,6 +118,8 @@ class _LinearLoss(torch.autograd.Function):
                     own.add(rows, gradient)
         ctx.save_for_backward(gradients, *(() if own is None else own.gradients()))
         of_rows = totals * log_sum - (weights * chosen).sum(-1)
+        if overlap is not None:
+            of_rows = of_rows + overlap.loss((chosen - log_sum[:, None]).exp())
         loss = (of_rows[aligned] if alignment is not None and alignment.alone else of_rows).sum()
         ctx.mark_non_differentiable(log_sum, chosen, largest, aligned)
         return loss, log_sum, chosen, largest, aligned
@@ -102,7 +128,7 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, *own = (grad * outputs[0].to(grad.dtype) for grad in ctx.saved_tensors)
         own_states, own_head = own or (None, None)
-        return states, None, own_states, own_head, None, None, None
+        return states, None, own_states, own_head, None, None, None, None
 
 
 class _OwnProduct:

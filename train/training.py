@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, make_dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 from transformers import PreTrainedModel
 
@@ -26,6 +26,13 @@ Start = Callable[[Any, VerifierModel, Iterable[Batch]], None]
 
 Measure = Callable[[Distillation, Iterable[Batch]], Any]
 """Measures a drafter on held-out greedy texts: a field of its configuration, in plain values."""
+
+
+def table_of(base: type[Any], defaults: Mapping[str, Any]) -> type[Any]:
+    """Return a recipe's table with other defaults of some fields: those of a row's `loss`."""
+    kinds = get_type_hints(base)
+    own = [(name, kinds[name], field(default=value)) for name, value in defaults.items()]
+    return make_dataclass("MethodTable", own, bases=(base,), frozen=True)
 
 
 class Training(ABC):

@@ -127,8 +127,8 @@ def lower_single(
 def lower_chain(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
     """Write `folder`/`name`.onnx, the lowered form of a drafter's graph, like `lower_single`.
 
-    Its rows are a causal chain. Every node writes to the buffers in place: nodes after the first have their own outputs
-    over the same inputs.
+    Its rows are causal chains and trees. Every node writes to its layer's buffers in place: nodes after a layer's first
+    have their own outputs over the same inputs.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)
@@ -137,9 +137,8 @@ def lower_chain(folder: Path, portable: GraphRecord, name: str) -> GraphRecord |
     _fix_batch(model.graph)
     lower_noise(model)
     lowered = ChainAttention(model.graph)
-    for number, node in enumerate(attentions):
-        _write_in_place(model.graph, lowered.lower(node), number, last=node is attentions[-1])
-    outputs = single_sequence(chain_outputs(portable.outputs, len(attentions)))
+    updates = _write_in_place(model.graph, [lowered.lower(node) for node in attentions])
+    outputs = single_sequence(chain_outputs(portable.outputs, updates))
     return _save(model, folder, GraphRecord(f"{name}.onnx", single_sequence(portable.inputs), outputs))
 
 
@@ -155,13 +154,10 @@ def lower_drafter_operators(folder: Path, portable: GraphRecord, name: str, chai
         return None
     lower_noise(model)
     lowered = OperatorAttention(model.graph)
-    for number, node in enumerate(attentions):
-        made = lowered.lower(node)
-        if chain:
-            _write_in_place(model.graph, made, number, last=node is attentions[-1])
+    made = [lowered.lower(node) for node in attentions]
+    outputs = chain_outputs(portable.outputs, _write_in_place(model.graph, made)) if chain else portable.outputs
     fuse_factors(model.graph)
     fuse_sums(model.graph)
-    outputs = chain_outputs(portable.outputs, len(attentions)) if chain else portable.outputs
     return _save(model, folder, GraphRecord(f"{name}.onnx", portable.inputs, outputs))
 
 
@@ -228,20 +224,27 @@ def _fix_batch(graph: ir.Graph) -> None:
             value.shape = ir.Shape([1 if dim == "B" else dim for dim in value.shape])
 
 
-def _write_in_place(graph: ir.Graph, fused: ir.Node, number: int, last: bool) -> None:
-    """Let a node of a chain of updates read the graph's own buffers and output its updates in place.
+def _write_in_place(graph: ir.Graph, attentions: list[ir.Node]) -> int:
+    """Let all nodes of chains of updates read the graph's own buffers and output their updates in place.
 
-    In-place updates through inner values would be copies, since only the graph's inputs and outputs are bound.
+    In-place updates through inner values would be copies, since only the graph's inputs and outputs are bound. Returns
+    how many nodes update a layer's buffers.
     """
-    caches = {value.name: value for value in graph.inputs}
-    for place, name in ((3, names.key_cache(0)), (4, names.value_cache(0))):
-        cache, written = caches[name], fused.outputs[place - 2]
-        fused.replace_input_with(place, cache)
-        if last:
-            continue
-        written.name = f"{names.present(name)}.{number}"
-        written.shape, written.type = cache.shape, cache.type
-        graph.outputs.append(written)
+    layers = sum(names.is_cache(value.name or "") for value in graph.inputs) // 2
+    updates = len(attentions) // layers
+    for number, fused in enumerate(attentions):
+        for place in (3, 4):
+            cache, written = fused.inputs[place], fused.outputs[place - 2]
+            assert cache is not None
+            if (before := cache.producer()) is not None:  # an update of the same buffer, which reads it itself by now
+                cache = before.inputs[place]
+                assert cache is not None
+                fused.replace_input_with(place, cache)
+            if (step := number // layers) + 1 < updates:
+                written.name = f"{names.present(str(cache.name))}.{step}"
+                written.shape, written.type = cache.shape, cache.type
+                graph.outputs.append(written)
+    return updates
 
 
 def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:

@@ -134,7 +134,7 @@ def fits_single(node: ir.Node) -> bool:
 class ChainAttention:
     """Lowers the attentions of a draft. In a chain row r of the KV holds position r: no mask, no positions.
 
-    Several rows whose number is fixed are a tree's, which see each other by the mask.
+    A single row continues a chain, and rows at the graph's own positions are one. Others see each other by the mask.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -155,7 +155,7 @@ class ChainAttention:
         else:
             total = make("Add", [past, make("Shape", [positions], start=1, end=2)])
             last = make("Sub", [total, one])
-        if isinstance(rows, int) and rows > 1:  # the kernel would rotate by rows, not by positions
+        if rows != 1 and positions.name != names.POSITIONS:  # the kernel would rotate by rows, not by positions
             source, rotary, bias = tuple(node.inputs[:3]), (), self._bias(node, past)
             attributes = {name: value for name, value in attributes.items() if "rotary" not in name}
         last, total = (make("Cast", [rows], to=ir.DataType.INT32) for rows in (last, total))

@@ -37,21 +37,17 @@ class GraphRotary(nn.Module):
         return turned
 
 
-class ChainRows(ABC, Generic[A]):
-    """The rows of a draft: all rows to catch up on, then one row a step. Each writes its rows to the KV buffers.
-
-    A subclass says how rows attend, by `_at`.
-    """
+class DraftRows:
+    """The rows of a draft: those to catch up on, and its own after the last of them. They write to the KV buffers."""
 
     def __init__(
         self, positions: torch.Tensor, pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor,
-        key: torch.Tensor, value: torch.Tensor,
+        caches: list[torch.Tensor],
     ) -> None:  # fmt: skip
-        self.caches = [key, value]
+        self.caches = list(caches)
         self._positions, self._cache_len, self._kv_len = positions, cache_len, kv_len
         self._last = (pending - 1)[:, None]
-        self._place, self._step_cache_len = positions.gather(1, self._last), cache_len + pending
-        self._alone = torch.ones_like(self._last, dtype=torch.bool)[:, :, None]
+        self._place = positions.gather(1, self._last)
 
     def last(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the last pending row of [B, M, n], as [B, 1, n]."""
@@ -61,6 +57,19 @@ class ChainRows(ABC, Generic[A]):
     def last_token(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the last pending token of [B, M], as [B, 1]."""
         return tokens.gather(1, self._last)
+
+
+class ChainRows(DraftRows, ABC, Generic[A]):
+    """The rows of a chain: all rows to catch up on, then one row a step.
+
+    A subclass says how rows attend, by `_at`.
+    """
+
+    def __init__(self, *rows: Any) -> None:
+        """`rows` are the arguments of `DraftRows`."""
+        super().__init__(*rows)
+        self._step_cache_len = self._cache_len + self._last[:, 0] + 1
+        self._alone = torch.ones_like(self._last, dtype=torch.bool)[:, :, None]
 
     def catch_up(self) -> A:
         """Attend for all rows. Each row sees the rows before it."""
@@ -85,8 +94,8 @@ class ChainRows(ABC, Generic[A]):
 class ChainAttention(ChainRows[Attend]):
     """Attention of a drafter's own layer."""
 
-    def __init__(self, config: LayerConfig, *rows: torch.Tensor) -> None:
-        """`rows` are the arguments of `ChainRows`."""
+    def __init__(self, config: LayerConfig, *rows: Any) -> None:
+        """`rows` are the arguments of `DraftRows`."""
         super().__init__(*rows)
         self._config = config
 
@@ -198,17 +207,17 @@ class DraftGraph(nn.Module, Generic[M]):
 
     def forward(
         self, features: torch.Tensor | list[torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor,
-        pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor, caches: list[torch.Tensor],
         sampling: Sampling, tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Return the tree, the logits of its levels' best nodes, and the KV buffers."""
-        rows = self.rows(positions, pending, cache_len, kv_len, key, value)
+        rows = self.rows(positions, pending, cache_len, kv_len, caches)
         joined = torch.cat(features, dim=-1) if isinstance(features, list) else features
         *tree, chain = self.draft(Pending(joined, tokens, positions), rows, sampling, tables)
         return (*tree, chain, *rows.caches)
 
-    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
-        """Return the rows of a draft. The arguments are those of `ChainRows`."""
+    def rows(self, *rows: Any) -> DraftRows:
+        """Return the rows of a draft. The arguments are those of `DraftRows`."""
         drafter: Any = self.drafter
         return ChainAttention(drafter.config, *rows)
 

@@ -153,8 +153,13 @@ class DraftExporter(Exporter[C]):
         target.progress("trace drafter", 0, 1)
         model = trace_draft(self.graph(target, module, shape), shape, self.method, self.translations)
         own_head = getattr(config, "own_head", False)
-        weights = write_traced(target, model, source, vocabulary, self.logits, own_head)
+        own = self.columns(target, source, vocabulary)
+        weights = write_traced(target, model, own, vocabulary, self.logits, own_head)
         return ExportedDrafter(shape, target.precision, weights, write_tables(target.name, tables, target.out))
+
+    def columns(self, target: Target, source: AnySource, vocabulary: DraftVocabulary) -> AnySource:
+        """Return the source with only those rows of the drafter's own matrices that the draft vocabulary has."""
+        return source
 
     def tables(
         self, target: Target, module: nn.Module, source: AnySource, vocabulary: DraftVocabulary, shape: Any

@@ -15,13 +15,10 @@ from redraft.export.drafters.draft_head import check_verifiers
 from redraft.export.drafters.exporter import DraftExporter
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import with_sizes
-from redraft.export.drafters.level_tree import LevelTree, rank_log_probs
+from redraft.export.drafters.level_tree import LevelTree, drawn_ranks
 from redraft.export.drafters.writing import Target
 from redraft.export.graph import tracing
 from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape
-
-_NOT_FIRST = -1e4
-"""Log probability of drawn candidates after the first, of which no tree has any."""
 
 
 class FeatureTreeExporter(DraftExporter[FeatureConfig]):
@@ -89,7 +86,7 @@ def _kind(config: FeatureConfig) -> str:
 class _Draft(DraftGraph[FeatureDrafter]):
     """The draft graph's computation."""
 
-    def rows(self, *rows: torch.Tensor) -> LevelAttention:
+    def rows(self, *rows: Any) -> LevelAttention:
         """Return rows whose levels branch."""
         return LevelAttention(self.drafter.config, *rows)
 
@@ -100,8 +97,7 @@ class _Draft(DraftGraph[FeatureDrafter]):
         shape, drafter = self.shape, self.drafter
         read = drafter.inputs(pending.features), self.embed(pending.tokens), pending.positions
         predicted = drafter(*read, rows.catch_up(), rows.last)
-        not_first = torch.full((shape.width - 1,), _NOT_FIRST)
-        tree = LevelTree(shape.width, sampling.drawn, torch.cat([rank_log_probs(1), not_first]), shape.static)
+        tree = LevelTree(shape.width, sampling.drawn, drawn_ranks(shape.width), shape.static)
         chain = [self.logits(predicted.token)]
         tree.grow(sampling.scaled(chain[0], tables))
         for step in range(1, shape.steps):

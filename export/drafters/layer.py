@@ -187,7 +187,10 @@ class DrafterLayer(nn.Module):
 
     def read(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the queries, keys and values of rows [B, T, inputs], not rotated yet."""
-        normed = x if self.input_norm is None else self.input_norm(x)
+        return self.project(x if self.input_norm is None else self.input_norm(x))
+
+    def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the products of `read`, of rows after the norm."""
         return self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)
 
     def write(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from redraft.methods.chains import DRAWN_LOG_PROB
 CERTAIN, LESS = -(2.0**-20), 1 + 2.0**-22
 """A child's joint log probability is at most its parent's times LESS, plus CERTAIN. So float32 has it below its
 parent's, however sure the drafter is. Which of equal numbers a TopK takes first is left to each library."""
+_NOT_FIRST = -1e4
+"""Log probability of drawn candidates after the first, of which no such tree has any."""
 IMPOSSIBLE = -1e30
 """The joint log probability of a node that does not count. Not -inf: ONNX Runtime's TopK on CUDA fills up its
 rows with the smallest float32, which would come before it, with indices past the end."""
@@ -27,6 +29,11 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 def rank_log_probs(width: int) -> torch.Tensor:
     """Return the log probabilities of drawn candidates by rank, [W]."""
     return torch.arange(1, width + 1) * DRAWN_LOG_PROB
+
+
+def drawn_ranks(width: int) -> torch.Tensor:
+    """Return the same for trees that keep the chain of first draws alone, [W]."""
+    return torch.cat([rank_log_probs(1), torch.full((width - 1,), _NOT_FIRST)])
 
 
 def below(parents: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -72,7 +79,10 @@ class LevelTree:
 
     def grow(self, logits: torch.Tensor) -> None:
         """Add the candidates of the latest rows from their logits with noise and scale, [B, R, H]."""
-        log_probs, columns = likeliest(logits, self._width)  # [B, R, W]
+        self.add(*likeliest(logits, self._width))
+
+    def add(self, log_probs: torch.Tensor, columns: torch.Tensor) -> None:
+        """Add these candidates of the latest rows, with their log probabilities after their parents, [B, R, W]."""
         log_probs = torch.where(self._drawn, self._ranks, log_probs)
         places, joint, scores = self._rows
         self._columns.append(columns.flatten(1))

@@ -144,8 +144,8 @@ class NativeMtp(nn.Module):
 class BlockRows(ChainRows[TracedPass]):
     """Rows of a draft whose attention is a forward pass of transformers' model."""
 
-    def __init__(self, recorded: LayerRecorder, *rows: torch.Tensor) -> None:
-        """recorded: how the layer attends.   rows: the arguments of `ChainRows`."""
+    def __init__(self, recorded: LayerRecorder, *rows: Any) -> None:
+        """recorded: how the layer attends.   rows: the arguments of `DraftRows`."""
         super().__init__(*rows)
         self._recorded = recorded
 
@@ -184,6 +184,6 @@ class _NativeDraft(TokenChain[NativeMtp]):
     def _prepare(self, drafter: NativeMtp, positions: int) -> None:
         """Change nothing: transformers' model has single operators already."""
 
-    def rows(self, *rows: torch.Tensor) -> ChainRows[Any]:
+    def rows(self, *rows: Any) -> ChainRows[Any]:
         """Attend as transformers' model does."""
         return BlockRows(self.__dict__["recorded"], *rows)

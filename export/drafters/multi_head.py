@@ -149,7 +149,7 @@ class _Draft(DraftGraph[MultiHeadDrafter]):
             layer.rotary = rotary
         modules.replace_rms_norms(drafter)
 
-    def rows(self, *rows: torch.Tensor) -> ChainAttention:
+    def rows(self, *rows: Any) -> ChainAttention:
         """Return rows that all layers attend for at once."""
         return ChainAttention(self._together, *rows)
 

@@ -8,6 +8,8 @@
 | speculators | vllm-project/speculators       | EAGLE-1     | `transformer.*`            | `fusion_fc`, [n, 2n]   |
 | speculators | vllm-project/speculators       | EAGLE-3     | `layers.0.*`               | [n, 3n]                |
 
+`redraft.export.drafters.published_block` has the layouts of drafters that draft a block in one pass.
+
 n is the hidden size, F the feature and E the next token's embedding. `redraft.export.drafters.feature_drafter` has F
 first, so the columns of EAGLE-1's `fc.weight` change places.
 
@@ -33,18 +35,22 @@ from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.base import AnyCheckpoint, read_json_object
 from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, is_plain_checkpoint, listed
+from redraft.export.drafters.published_block import BLOCKS, block_states, recognise_block
+from redraft.export.drafters.published_checks import OTHER_VERIFIER
 from redraft.export.drafters.published_tensors import TENSORS, PublishedTensors
 from redraft.export.gguf.checkpoint import SUFFIX
-from redraft.methods import METHODS, checkpoint_method, find_method
+from redraft.methods import METHODS, ROWS, checkpoint_method, find_method
 from redraft.names import LAST_HIDDEN_STATE
 
-Layout = Literal["safeailab", "specforge", "speculators"]
+Layout = Literal["safeailab", "specforge", "speculators", "z-lab", "deepspec"]
 FIRST, THIRD = "eagle", "eagle3"
 """Methods of the converted drafters."""
 FIRST_METHODS = (FIRST, "eagle2", "hass")
 """Methods whose drafters have EAGLE-1's form, so that each may use the others'. Published files do not say which."""
-KNOWN = "EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators"
-OTHER_VERIFIER = "give the verifier that this drafter was trained for"
+KNOWN = (
+    "EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators, DFlash or JetSpec in "
+    "z-lab's, or DSpark in DeepSpec's"
+)
 
 _KIND = "speculators_model_type"
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -64,8 +70,12 @@ class Published:
     @property
     def description(self) -> str:
         """The form and the layout, such as "EAGLE-3 in SpecForge's layout"."""
-        owner = {"safeailab": "SafeAILab's", "specforge": "SpecForge's", "speculators": "speculators'"}[self.layout]
-        return f"{'EAGLE-3' if self.method == THIRD else 'EAGLE-1, EAGLE-2 or HASS'} in {owner} layout"
+        if self.layout in BLOCKS:
+            form, owner = ROWS[self.method].summary.partition(":")[0], BLOCKS[self.layout]
+        else:
+            form = "EAGLE-3" if self.method == THIRD else "EAGLE-1, EAGLE-2 or HASS"
+            owner = {"safeailab": "SafeAILab's", "specforge": "SpecForge's", "speculators": "speculators'"}[self.layout]
+        return f"{form} in {owner} layout"
 
 
 def recognise(path: Path) -> Published | None:
@@ -79,6 +89,8 @@ def recognise(path: Path) -> Published | None:
         return None
     if kind := values.get(_KIND):
         return Published(path, kind, "speculators") if kind in (FIRST, THIRD) else None
+    if block := recognise_block(values):
+        return Published(path, *block)
     architectures = [name for name in values.get("architectures") or () if isinstance(name, str)]
     try:
         names = set(PublishedTensors.open(path).shapes)
@@ -142,7 +154,8 @@ def read_states(path: Path, verifier: AnyCheckpoint) -> tuple[str, ...] | None:
         if published.method == FIRST:
             return (LAST_HIDDEN_STATE,)
         layers = decoder_shape(model_config.load_config(verifier)).layers
-        return states_of(path, read_json_object(path / CONFIG_FILE), layers)
+        read = block_states if published.layout in BLOCKS else states_of
+        return read(path, read_json_object(path / CONFIG_FILE), layers)
     if is_plain_checkpoint(path):
         return None
     states = DrafterCheckpoint.open(path).config.get("hidden_states")

@@ -7,37 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
-from transformers.initialization import no_init_weights
+from torch import nn
+from transformers import PretrainedConfig
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import model_config
-from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import AnyCheckpoint, read_json_object
-from redraft.export.checkpoint.loading import load_tensors
 from redraft.export.checkpoint.model_config import decoder_shape
-from redraft.export.checkpoint.sources import Source
-from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, Identity, differences, save_drafter
+from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
-from redraft.export.drafters.layer import verifier_sizes
+from redraft.export.drafters.layer import DrafterConfig, verifier_sizes
 from redraft.export.drafters.published import (
     FIRST,
     KNOWN,
-    OTHER_VERIFIER,
     THIRD,
     Published,
     nested,
     recognise,
     states_of,
 )
+from redraft.export.drafters.published_block import BLOCKS, block_drafter
+from redraft.export.drafters.published_checks import (
+    check_features,
+    check_matrix,
+    check_sizes,
+    check_tensors,
+    layer_configuration,
+)
 from redraft.export.drafters.published_tensors import D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
-from redraft.export.graph import decoder
 
 _LAYER = "transformer_layer_config"
 _FUSION = "fusion.projection.weight"
 _FUSION_BIAS = "fusion.projection.bias"
-_FITTING = "give the checkpoint that its config.json describes"
-_NOT_COVERED = "train a drafter for this verifier with `redraft train`"
 
 
 def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) -> DrafterCheckpoint:
@@ -55,16 +56,25 @@ def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) 
     values = read_json_object(path / CONFIG_FILE)
     target = model_config.load_config(verifier)
     stored = PublishedTensors.open(path)
-    config = _configuration(published, values, target, stored)
-    names = _names(published, config, values, stored)
-    _check_tensors(stored, config, names)
-    vocabulary = _draft_vocabulary(stored, config)
-    _check_embedding(stored, verifier, target)
-    module = _filled(config, stored, names)
+    read = block_drafter if published.layout in BLOCKS else _drafter
+    config, module, vocabulary = read(published, values, target, stored, verifier)
     counts = torch.ones(config.vocab_size, dtype=torch.long)
     training = {"published": published.description, "folder": path.name}
     save_drafter(out, published.method, config, identity, module, counts, training, vocabulary)
     return DrafterCheckpoint.open(out)
+
+
+def _drafter(
+    published: Published, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors,
+    verifier: AnyCheckpoint,
+) -> tuple[DrafterConfig, nn.Module, torch.Tensor | None]:  # fmt: skip
+    """Return the drafter that predicts features of a published checkpoint, and its draft vocabulary."""
+    config = _configuration(published, values, target, stored)
+    names = _names(published, config, values, stored)
+    _check_tensors(stored, config, names)
+    vocabulary = _draft_vocabulary(stored, config)
+    check_matrix(stored, verifier, target)
+    return config, _filled(config, stored, names), vocabulary
 
 
 def _configuration(
@@ -72,17 +82,11 @@ def _configuration(
 ) -> FeatureConfig:
     """Return the drafter's configuration. Raises CheckpointError if it does not fit the verifier or our module."""
     path, shape = published.path, decoder_shape(target)
-    config = _layer_configuration(path, values)
+    config = layer_configuration(path, values.get(_LAYER, values))
     found = decoder_shape(config)
-    width = values.get("target_hidden_size") or found.hidden
-    for what, here, wanted in (
-        ("hidden states of width", width, shape.hidden),
-        ("hidden states of width", found.hidden, shape.hidden),
-        ("a vocabulary of", found.vocabulary, shape.vocabulary),
-    ):
-        if here != wanted:
-            raise CheckpointError(f"{path} has {what} {here}, the verifier has {wanted}", OTHER_VERIFIER)
-    _check_features(path, values, config)
+    check_sizes(path, values, config, target)
+    layernorms = bool(values.get("layernorms")), "norms of the embedding and before the head (layernorms)"
+    check_features(path, config, layernorms)
     own_head = HEAD in stored.shapes
     sizes = verifier_sizes(config, found.vocabulary)
     sizes["logit_scale"] = 1.0 if own_head else model_config.logit_scale(target)
@@ -100,37 +104,6 @@ def _configuration(
         normed_residual=_option(values, "norm_before_residual"),
         draft_vocab_size=0 if drafted == found.vocabulary else drafted,
     )
-
-
-def _layer_configuration(path: Path, values: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the layer's transformers configuration, which has the defaults of values that the file leaves out."""
-    layer = values.get(_LAYER, values)
-    kind = str(layer.get("model_type", "llama")) if isinstance(layer, dict) else ""
-    if kind not in CONFIG_MAPPING:
-        raise CheckpointError(f"{path / CONFIG_FILE}: the layer's model_type {kind!r} is unknown", _FITTING)
-    try:
-        config: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(dict(layer))
-    except Exception as error:  # noqa: BLE001 (transformers raises errors of many types)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise CheckpointError(f"{path / CONFIG_FILE} is invalid ({reason})", "restore the original file") from None
-    return config
-
-
-def _check_features(path: Path, values: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Raise CheckpointError naming the first part of a published drafter that redraft's drafters do not have."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    types = getattr(config, "layer_types", None) or ()
-    rotated = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1
-    kind, act = rope.get("rope_type") or rope.get("type") or "default", getattr(config, "hidden_act", "silu")
-    for is_there, what in (
-        (kind != "default", f"a rotary embedding of type {kind!r}"),
-        (rotated != 1, f"a rotary embedding of {rotated} of each head"),
-        (act != "silu", f"the activation {act!r}"),
-        (any(layer != "full_attention" for layer in types), "a layer that does not attend to all tokens"),
-        (bool(values.get("layernorms")), "norms of the embedding and before the head (layernorms)"),
-    ):
-        if is_there:
-            raise CheckpointError(f"{path} has {what}, which redraft's drafters do not have", _NOT_COVERED)
 
 
 def _option(values: Mapping[str, Any], *names: str) -> bool:
@@ -183,8 +156,7 @@ def _check_tensors(stored: PublishedTensors, config: FeatureConfig, names: Mappi
     }
     needed = {D2T} if config.draft_vocab_size else set()
     shapes |= {name: shape for name, shape in optional.items() if name in stored.shapes or name in needed}
-    if problems := list(differences(stored.shapes, shapes)):
-        raise CheckpointError(f"{stored.path}: {'; '.join(problems)}", _FITTING)
+    check_tensors(stored, shapes)
 
 
 def _draft_vocabulary(stored: PublishedTensors, config: FeatureConfig) -> torch.Tensor | None:
@@ -209,29 +181,6 @@ def _draft_vocabulary(stored: PublishedTensors, config: FeatureConfig) -> torch.
     if problem:
         raise CheckpointError(f"{stored.path}: {problem}", "download the checkpoint again, or train another")
     return tokens if config.draft_vocab_size else None
-
-
-def _check_embedding(stored: PublishedTensors, verifier: AnyCheckpoint, target: PretrainedConfig) -> None:
-    """Raise CheckpointError if the checkpoint has an embedding that is not the verifier's in the type it is stored in.
-
-    The verifier's is read a few rows at a time.
-    """
-    if EMBEDDING not in stored.shapes:
-        return
-    published, row = stored.numbers(EMBEDDING), 0
-    architecture = Architecture.of(target)
-    with torch.device("meta"), no_init_weights():
-        name = decoder.vocabulary_parameters(architecture.text_class._from_config(architecture.text))[0]
-    tensors = load_tensors(verifier, architecture).parameters
-    for slab in Source(verifier, {name: tuple(published.shape)}, tensors).slabs(name):
-        own, here = torch.from_numpy(slab).to(published.dtype), published[row : row + len(slab)]
-        if not torch.equal(own, here):
-            first = row + int((own != here).any(1).nonzero()[0])
-            raise CheckpointError(
-                f"{stored.path}: {EMBEDDING} differs from the verifier's embedding, first in row {first}",
-                "redraft drafts with the verifier's embedding; " + OTHER_VERIFIER,
-            )
-        row += len(slab)
 
 
 def _filled(config: FeatureConfig, stored: PublishedTensors, names: Mapping[str, str]) -> FeatureDrafter:

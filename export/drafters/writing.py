@@ -135,16 +135,20 @@ def trace_draft(
 ) -> ir.Model:  # fmt: skip
     """Trace a graph that makes a tree.
 
-    graph: takes features, a list if they are several hidden states, its other inputs, a `Sampling`, a list of tables.
+    graph: takes features, a list if they are several hidden states, its other inputs, a list of KV buffers if there are
+    any, a `Sampling`, a list of tables.
     """
     states, tables = len(method.states_of(shape)), len(method.tables(shape))
+    signature = method.graphs[role].signature(shape)
+    buffers = sum(names.is_cache(spec.name) for spec in signature[0])
 
     def group(inputs: list[Any]) -> tuple[Any, ...]:
         features, end = inputs[:states] if states > 1 else inputs[0], len(inputs) - tables
         begin = end - len(Sampling._fields)
-        return (features, *inputs[states:begin], Sampling(*inputs[begin:end]), inputs[end:])
+        caches = [inputs[begin - buffers : begin]] if buffers else []
+        return (features, *inputs[states : begin - buffers], *caches, Sampling(*inputs[begin:end]), inputs[end:])
 
-    return trace(graph, method.graphs[role].signature(shape), group, translations)
+    return trace(graph, signature, group, translations)
 
 
 def write_traced(

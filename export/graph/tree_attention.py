@@ -7,7 +7,7 @@
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
     key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are committed; others are undefined
     value_cache  [B, Hkv, C, D]     the caches may have another type than q, k and v; in fp16 alone, they saturate
-    tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i
+    tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i; in a drafter's block, a later row too
     positions    int64 [B, T]       position of every node in its sequence
     cache_len    int64 [B]          committed rows before the call; row r < cache_len holds position r
     kv_len       int64 [1]          largest cache_len + T: rows to read, whatever C is

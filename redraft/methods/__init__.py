@@ -34,11 +34,16 @@ class Row:
     trained:  False if its drafters are not trained by a command of their own.
     values:   fields of `Method` that differ from the family's METHOD. Options are names of classes next to METHOD.
 
-    The family `feature_tree` reads these:
+    The families `feature_tree` and `block` read these:
+
+    form:     fields of the configuration of their drafters, `FeatureConfig` in export/drafters/feature_drafter.py and
+              `BlockConfig` in export/drafters/block_drafter.py.
+    loss:     defaults of the recipe's table, fields of `FeatureTable` in train/objectives/feature_drafter.py and
+              `BlockTable` in train/objectives/block_drafter.py.
+
+    `feature_tree` reads these too:
 
     static:   True for trees of one form, False for trees by the drafter's own probabilities.
-    form:     fields of `FeatureConfig` in export/drafters/feature_drafter.py: fusion, outputs and norms.
-    loss:     defaults of its recipe's table, fields of `FeatureTable` in train/objectives/feature_drafter.py.
     states:   which hidden states its training takes from a verifier.
     """
 
@@ -172,6 +177,30 @@ ROWS = {
         "Meta's multi-token prediction: heads of one layer each on the verifier's trunk, and a static tree.",
         "Gloeckle et al. 2024, Better & Faster Large Language Models via Multi-token Prediction, section 2",
         runtime="hidden_states",
+    ),
+    "dflash": Row(
+        "block",
+        "DFlash: masks over the verifier's hidden states become a block of tokens in one pass.",
+        "Chen et al. 2026, DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036)",
+        runtime="feature_tree",
+        loss={"hard": 1.0, "decay": 4.0},
+    ),
+    "dspark": Row(
+        "block",
+        "DSpark: a block whose tokens know the token before, and a head that estimates their acceptance.",
+        "DeepSeek 2026, DSpark (DeepSpec)",
+        runtime="feature_tree",
+        form={"anchor_predicts": True, "token_rank": 256, "confidence": True},
+        loss={"hard": 0.1, "overlap": 0.9, "confidence": 1.0, "decay": 4.0},
+    ),
+    "jetspec": Row(
+        "block",
+        "JetSpec: a block whose masks attend to earlier ones alone, learned from the verifier's distribution.",
+        "Hu et al. 2026, JetSpec: Breaking the Scaling Ceiling of Speculative Decoding with Parallel Tree Drafting "
+        "(arXiv 2606.18394)",
+        runtime="feature_tree",
+        form={"causal": True},
+        loss={"soft": 1.0},
     ),
 }
 """All methods by their ids, which configurations, recipes and manifests have."""

@@ -36,6 +36,8 @@ class GraphSpec(Generic[S]):
     looked_up:   rows of a table that one call reads, by table. A call reads other tables whole.
     chain_steps: steps of the causal chain that the graph unrolls; each updates the KV buffers. None if there is no
                  chain, and then no CPU graph for one sequence.
+    one_way:     False if a row may see rows after it, which the CPU's kernel for one sequence hides. Then a chain has
+                 no graph for it.
     decoder:     True if the graph has the verifier's inputs and attention, and is lowered for the CPU like it.
     """
 
@@ -46,6 +48,7 @@ class GraphSpec(Generic[S]):
     integers: Callable[[S], Mapping[str, tuple[int, int]]] = lambda shape: {}
     looked_up: Callable[[S], Mapping[str, int]] = lambda shape: {}
     chain_steps: Callable[[S], int] | None = None
+    one_way: Callable[[S], bool] = lambda shape: True
     decoder: bool = False
 
     def signature(self, shape: S) -> Signature:

@@ -26,7 +26,7 @@ Shape = Any
 
 @dataclass(frozen=True)
 class ChainShape:
-    """Sizes of a drafter with one layer of KV, and N, the tokens of a draft's longest path."""
+    """Sizes of a drafter with KV, of one layer unless it has `layers`, and N, the tokens of a draft's longest path."""
 
     hidden: PositiveInt
     vocabulary: PositiveInt
@@ -37,6 +37,7 @@ class ChainShape:
 
 def draft_graph(
     looked_up: Callable[[Shape], Mapping[str, int]], chain_steps: Callable[[Shape], int] = lambda shape: shape.steps,
+    one_way: Callable[[Shape], bool] = lambda shape: True,
 ) -> GraphSpec[Shape]:  # fmt: skip
     """Return the specification of a draft graph with a draft vocabulary as its only table."""
     return GraphSpec(
@@ -46,6 +47,7 @@ def draft_graph(
         integers=draft_integers,
         looked_up=looked_up,
         chain_steps=chain_steps,
+        one_way=one_way,
     )
 
 
@@ -176,5 +178,10 @@ def tree_limits(shape: Shape) -> TreeLimits:
 
 
 def _caches(shape: Shape) -> tuple[TensorSpec, ...]:
+    """Return the key and value buffers of each layer; shapes without `layers` have one."""
     dims = "B", shape.kv_heads, "C", shape.head_dim
-    return tuple(TensorSpec(name, shape.dtype, dims) for name in (names.key_cache(0), names.value_cache(0)))
+    return tuple(
+        TensorSpec(name(layer), shape.dtype, dims)
+        for layer in range(getattr(shape, "layers", 1))
+        for name in (names.key_cache, names.value_cache)
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.export.drafters.published_checkpoints import LAYERS, eagle_one, eagle_three, write
+from tests.export.drafters.published_checkpoints import LAYERS, deepspec, eagle_one, eagle_three, write, z_lab
 from tests.export.models import write_checkpoint
 from tests.little import write_tokenizer
 from tests.runtime.fakes import CURVE
@@ -38,7 +38,8 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def published(tmp_path: Path) -> dict[str, Path]:
     """Folders by the ids of their drafters."""
     torch.manual_seed(0)
-    return {"first": write(tmp_path / "first", *eagle_one()), "third": write(tmp_path / "third", *eagle_three())}
+    made = {"first": eagle_one(), "third": eagle_three(), "block": z_lab(), "after-tokens": deepspec()}
+    return {name: write(tmp_path / name, *one) for name, one in made.items()}
 
 
 def test_a_bundle_of_published_drafters(
@@ -47,13 +48,15 @@ def test_a_bundle_of_published_drafters(
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts({1: CURVE}))
     monkeypatch.setattr(speculation, "cached_costs", lambda *given: Costs())
     drafters = tuple(parse_drafter(f"{name}={path},precision=fp32", ()) for name, path in published.items())
-    assert [drafter.method for drafter in drafters] == ["eagle", "eagle3"]
+    assert [drafter.method for drafter in drafters] == ["eagle", "eagle3", "dflash", "dspark"]
     lines: list[str] = []
     model = Model("little", str(verifier), verifier)
     config = BuildConfig(drafters=drafters)
     manifest, _ = build_bundle(model, config, tmp_path / "engines", report=lines.append)
     assert "drafter first: EAGLE-1, EAGLE-2 or HASS in SafeAILab's layout" in lines
     assert "drafter third: EAGLE-3 in SafeAILab's layout" in lines
+    assert "drafter block: DFlash in z-lab's layout" in lines
+    assert manifest.drafters["block"].hidden_states == ("1", "3", "last")
     assert manifest.drafters["first"].hidden_states == ("last",)
     assert manifest.drafters["third"].hidden_states == ("1", "3", "4")
     with Runtime.open(tmp_path / "engines", threads=1, verify=False) as runtime:

@@ -52,11 +52,12 @@ BUILT = {
     "medusa": ("medusa", "draft_vocabulary=20,nodes=9,head_rank=8", "9 nodes, 20 of 32 tokens, head of rank 8"),
     "short": ("medusa", "steps=1,nodes=3", "static tree of 3 nodes"),
     "eagle": ("eagle", "precision=fp32", "4 steps, static trees 3 wide of 12 nodes"),
+    "dspark": ("dspark", "draft_vocabulary=20,steps=2,head_rank=8", "6 nodes, 20 of 32 tokens, head of rank 8"),
     "steered": ("steered", "steps=4,head_rank=6", "2 layers, 4 steps, head of rank 6, steering by hidden states 1, 0"),
 }
 """Drafters of one bundle by id: method, options and the end of the summary.
 
-Heads alone, twice; a decoder layer that predicts features; a decoder of its own.
+Heads alone, twice; a decoder layer that predicts features; a block that knows the token before; a decoder of its own.
 """
 
 
@@ -85,6 +86,7 @@ def trained(checkpoint: Path, run: Run, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("trained")
     for method in ("medusa", "eagle"):
         train(method, checkpoint, run, folder / method, SELF_TEXT)
+    train("dspark", checkpoint, run, folder / "dspark", f"[drafter]\nsteps = 3\ntoken_rank = 8\n{SELF_TEXT}")
     plain = STEERING.format(loss="kl = 0.0\nhard = 1.0", sampled=0.0, text=1.0)
     train("draft_model", checkpoint, run, folder / "student", plain)
     steering, start = STEERING.format(loss="", sampled=1.0, text=0.0), ("--start", folder / "student" / "run")

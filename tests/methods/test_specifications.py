@@ -10,6 +10,7 @@ import pytest
 from redraft import names
 from redraft.errors import UsageError
 from redraft.methods import METHODS, ROWS, Method, built_methods, find_method
+from redraft.methods.block import BlockShape
 from redraft.methods.decoder import DecoderShape
 from redraft.methods.feature_tree import FeatureTreeShape
 from redraft.methods.lyanna import LyannaShape
@@ -50,6 +51,16 @@ SHAPES = {
         ]
         for name, row in ROWS.items()
         if row.family == "feature_tree"
+    },
+    **{
+        name: [
+            BlockShape(32, 61, 2, 16, steps, layers, causal, width, nodes, drafted, ("1", "last"))
+            for steps, width, nodes in ((1, 1, 2), (4, 1, 5), (4, 3, 13))
+            for layers, causal in ((1, True), (2, False))
+            for drafted in (20, 61)
+        ]
+        for name, row in ROWS.items()
+        if row.family == "block"
     },
 }
 """Shapes of each method that is built."""

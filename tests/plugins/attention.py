@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .products import Floats, _fused
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
-ABI = 3
+ABI = 4
 BLOCK, LANES = 256, 16
 GUARD = 64
 """NaNs before and after each array that a call writes."""

@@ -130,6 +130,26 @@ def test_the_definition(used_attention: Attention, features: str) -> None:
     check_equal(used_attention.attend(call)[0], expected)
 
 
+@pytest.mark.parametrize("features", ["plain", "sinks", "softcap", "fp16"])
+def test_rows_that_see_rows_after_them(used_attention: Attention, features: str) -> None:
+    """Each has the bits of a last row with its query, which sees the same keys. A hidden place is as if it were not."""
+    rng, count, hidden = np.random.default_rng(6), 9, 3
+    form = random_form(rng, (6, 2), 32, **FEATURES[features])
+    queries = slice(0, form.q_heads * form.head_dim)
+    for past in (0, 251, 300):
+        call = random_call(rng, form, (past,), (chain(count),))
+        mask = np.ones((1, count, count), np.uint8)
+        whole = used_attention.attend(call, tree_mask=mask)[0]
+        mask[:, :, hidden] = 0
+        partly = used_attention.attend(call, tree_mask=mask)[0]
+        fewer = np.delete(call.rows, hidden, axis=0)
+        for row in range(count - 1):  # the last row sees no row ahead
+            for rows, out in ((call.rows.copy(), whole), (fewer.copy(), partly)):
+                rows[-1, queries] = call.rows[row, queries]
+                alone = used_attention.attend(replace(call, rows=rows, parents=(chain(len(rows)),)))[0]
+                assert out[row].tobytes() == alone[-1].tobytes()
+
+
 def test_subnormal_keys_and_values(used_attention: Attention) -> None:
     """Of fp16. A processor's setting for subnormal numbers does not matter."""
     rng = np.random.default_rng(11)

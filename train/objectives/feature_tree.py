@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, make_dataclass
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.fitted_projections import fit_projections
 from redraft.train.objectives.feature_drafter import FeatureObjective, FeatureTable
-from redraft.train.training import Start, Training
+from redraft.train.training import Start, Training, table_of
 from redraft.train.verifier_model import VerifierModel
 
 
@@ -93,9 +92,7 @@ class FeatureTraining(Training):
 
     def __init__(self, method: Method[Any], row: Row) -> None:
         super().__init__(method, row)
-        kinds = get_type_hints(FeatureTable)
-        own = [(name, kinds[name], field(default=value)) for name, value in row.loss.items()]
-        self.table = make_dataclass("MethodTable", own, bases=(FeatureTable,), frozen=True)
+        self.table = table_of(FeatureTable, row.loss)
 
     def configuration(self, table: FeatureTable, verifier: VerifierModel) -> FeatureConfig:
         """Return the drafter's configuration. Sizes of 0 in the table become the verifier's."""

@@ -1,8 +1,8 @@
-"""Drafters that begin with the verifier's last layer and final norm."""
+"""Drafters that begin with layers of the verifier and its final norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -27,10 +27,18 @@ def copy_last_layer(state: dict[str, torch.Tensor], stems: Iterable[str], verifi
     """
     if verifier.layers < 2:
         raise UsageError("drafter.init = 'layer' needs a verifier of two layers or more", OTHER_INIT)
+    copy_layers(state, dict.fromkeys(stems, verifier.layers - 1), verifier)
+
+
+def copy_layers(state: dict[str, torch.Tensor], layers: Mapping[str, int], verifier: VerifierModel) -> None:
+    """Replace layers in a drafter's state by those of the verifier with these numbers, and its `norm.weight`.
+
+    layers: by the stem of the drafter's names. Raises UsageError if the drafter's layer has another shape.
+    """
     body = verifier.model.get_decoder()
-    layer = {renamed(name): tensor for name, tensor in body.layers[-1].state_dict().items()}
-    found = {f"{stem}{name}": tensor for stem in stems for name, tensor in layer.items()}
-    found["norm.weight"] = body.norm.weight
+    found = {"norm.weight": body.norm.weight}
+    for stem, number in layers.items():
+        found |= {f"{stem}{renamed(name)}": tensor for name, tensor in body.layers[number].state_dict().items()}
     for name, tensor in found.items():
         if name not in state or state[name].shape != tensor.shape:
             raise UsageError(

@@ -5,7 +5,9 @@
 // this call too.
 //
 // Every node has the keys of the positions begin .. position, of its own path: the sequence's committed rows, which lie at
-// the row of their position, then its ancestors and itself. Numbers are fp32 and computed in this order:
+// the row of their position, then its ancestors and itself. If its mask shows a place after its own, as in a drafter's
+// block, it has the keys of all places that the mask shows, in their order, as if these were such a path. Numbers are fp32
+// and computed in this order:
 //
 //   x        = rotated (q) * scale; a rotation gives fma(x1, cos, -(x2 * sin)), fma(x1, sin, x2 * cos)
 //   score    = fma over the numbers of a head in ascending order, from 0; then softcap * tanh(score / softcap)
@@ -21,7 +23,7 @@
 
 #include <stdint.h>
 
-#define REDRAFT_ATTENTION_ABI 3
+#define REDRAFT_ATTENTION_ABI 4
 #define REDRAFT_ATTENTION_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -44,13 +46,13 @@ typedef struct {
   float scale, softcap;                 // softcap 0: none
   const float *q, *k, *v;               // of node n: q + n * q_stride [Hq * D], k + n * k_stride and v + … [Hkv * D]
   int64_t q_stride, k_stride, v_stride;
-  void *key_cache, *value_cache;    // [B, Hkv, C, D]
-  int64_t half;                     // 1: the caches hold fp16; 0: fp32
-  const uint8_t *tree_mask;         // [B, T, T]: place j is i itself or an ancestor of i, which comes before it
-  const int64_t *positions;         // [N]; one outside cache_len .. cache_len + t sees what the nearest of them does
-  const int64_t *cache_len;         // [B]
-  const int64_t *packed_rows;       // [N], place b * T + t of each node, ascending; null: N = B * T, all places
-  const float *sinks;               // [Hq]; null: none
+  void *key_cache, *value_cache;  // [B, Hkv, C, D]
+  int64_t half;                   // 1: the caches hold fp16; 0: fp32
+  const uint8_t *tree_mask;    // [B, T, T]: place j is i itself, an ancestor of i, which comes before it, or seen ahead
+  const int64_t *positions;    // [N]; one outside cache_len .. cache_len + t sees what the nearest of them does
+  const int64_t *cache_len;    // [B]
+  const int64_t *packed_rows;  // [N], place b * T + t of each node, ascending; null: N = B * T, all places
+  const float *sinks;          // [Hq]; null: none
   const float *cosines, *sines;     // [table_rows, D / 2], by position; null: no rotation
   int64_t table_rows, interleaved;  // interleaved: pairs are 2i, 2i + 1, otherwise i, i + D / 2
   float *out;                       // [N, Hq * D]

@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace redraft::attention {
 
@@ -73,20 +74,25 @@ const char *Plan::add(int64_t row, int64_t sequence, int64_t place) {
     return "positions: expected rows of the rotation's tables";
   }
   const int64_t position = std::clamp(c.positions[row], past, past + place), depth = position - past;
-  Node node{row, 0, past + depth + 1, position + 1, static_cast<int64_t>(tails.size())};
+  const uint8_t *mask = c.tree_mask + (sequence * c.nodes + place) * c.nodes;
+  const bool ahead = std::memchr(mask + place + 1, 1, static_cast<size_t>(c.nodes - place - 1)) != nullptr;
+  if (ahead && past > c.capacity - c.nodes) return "cache_len: expected room for the nodes in the cache";
+  const int64_t keys = ahead ? c.nodes - std::count(mask, mask + c.nodes, uint8_t{0}) : depth + 1;
+  const int64_t last = ahead ? c.nodes - 1 : place;
+  Node node{row, 0, past + keys, past + keys, static_cast<int64_t>(tails.size())};
   if (c.window && position >= c.window) node.begin = position - c.window + 1;
   if (c.chunk) node.begin = std::max(node.begin, position / c.chunk * c.chunk);
-  if (depth < place) {  // its path is not all places up to its own
-    const uint8_t *mask = c.tree_mask + (sequence * c.nodes + place) * c.nodes;
+  node.begin = std::min(node.begin, node.end - 1);  // a node that sees places after its own may see few
+  if (ahead || depth < place) {                     // its path is not all places up to its own
     int64_t found = 0;
-    for (int64_t other = 0; other <= place && found <= depth; ++other) {
+    for (int64_t other = 0; other <= last && found < keys; ++other) {
       if (!mask[other]) continue;
-      const bool in_tail = node.prefix != position + 1;
+      const bool in_tail = node.prefix != node.end;
       if (!in_tail && other != found) node.prefix = past + found;
       if (in_tail || other != found) tails.push_back(other);
       ++found;
     }
-    if (found <= depth) return "tree_mask: expected a node's ancestors to be as many as its depth";
+    if (found < keys) return "tree_mask: expected a node's ancestors to be as many as its depth";
   }
   nodes.push_back(node);
   return nullptr;

@@ -18,7 +18,8 @@ constexpr int64_t kMostSplit = 16;  // with fewer tiles, threads share the block
 constexpr int64_t kMostPartialBytes = int64_t{8} << 20;
 
 // A node with the keys that it sees: positions begin .. prefix - 1 at the cache rows of these numbers, and positions
-// prefix .. end - 1 at the rows of `tail`, which are relative to the sequence's committed rows.
+// prefix .. end - 1 at the rows of `tail`, which are relative to the sequence's committed rows. A node that sees places
+// after its own has its keys at positions in the order of their places.
 struct Node {
   int64_t row, begin, prefix, end, tail;
 };

@@ -261,7 +261,7 @@ def chained(exported: Exported, step: Step, embedding: torch.Tensor, head: torch
                 rows = torch.cat([rows, following[-1:]])
             return (head @ state[-1]).numpy()  # type: ignore[no-any-return]
 
-        return _grown(exported, logits_after, tokens[-1], sampling)
+        return grown(exported, logits_after, tokens[-1], sampling)
 
     return expected
 
@@ -277,10 +277,14 @@ class _Candidate:
     score: float
 
 
-def _grown(
-    exported: Exported, logits_after: Callable[[tuple[int, ...]], np.ndarray], root: int, sampling: Sampling
-) -> Draft:
-    """A tree grown level by level: candidates of the best nodes of each level, and of all candidates the best."""
+def grown(
+    exported: Exported, logits_after: Callable[[tuple[int, ...]], np.ndarray], root: int, sampling: Sampling,
+    chance_after: Callable[[tuple[int, ...]], float] | None = None,
+) -> Draft:  # fmt: skip
+    """A tree grown level by level: candidates of the best nodes of each level, and of all candidates the best.
+
+    chance_after: of the best candidate after a path; others are as much less likely as the drafter says.
+    """
     shape, vocabulary = exported.shape, exported.vocabulary
     width, static = getattr(shape, "width", 1), getattr(shape, "static", False)
     level, every, chain = [_Candidate(-1, (), -1, 0.0, 0.0)], list[_Candidate](), list[np.ndarray]()
@@ -291,6 +295,8 @@ def _grown(
             if node is level[0]:
                 chain.append(logits)
             log_probs, ranked = sampling.scaled(logits, depth, vocabulary).log_softmax(-1).sort(descending=True)
+            if chance_after is not None:
+                log_probs = log_probs - log_probs[0] + np.log(chance_after(node.path))
             for rank, column in enumerate(ranked[:width].tolist()):
                 log_prob = score = min(float(log_probs[rank]), CERTAIN)
                 if sampling.drawn:

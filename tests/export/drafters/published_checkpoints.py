@@ -113,3 +113,47 @@ def write(folder: Path, values: dict[str, Any], tensors: Tensors, pickled: bool 
     else:
         save_file(tensors, str(folder / "model.safetensors"))
     return folder
+
+
+def block_tensors(layers: int, states: int, biases: bool = False) -> Tensors:
+    """Tensors of z-lab's and DeepSpec's drafters, which are layers of Qwen3."""
+    tensors = {"fc.weight": draw(N, states * N), "hidden_norm.weight": draw(N), "norm.weight": draw(N)}
+    for number in range(layers):
+        prefix = f"layers.{number}."
+        tensors |= {**layer_tensors(prefix, N, 16), f"{prefix}input_layernorm.weight": draw(N)}
+        tensors |= {f"{prefix}self_attn.{one}_norm.weight": draw(16) for one in "qk"}
+        if biases:
+            tensors |= {f"{prefix}self_attn.q_proj.bias": draw(HEADS * 16)}
+            tensors |= {f"{prefix}self_attn.{one}_proj.bias": draw(KV_HEADS * 16) for one in "kv"}
+    return tensors
+
+
+def z_lab(
+    ids: tuple[int, ...] | None = (1, 3, 7), biases: bool = False, **nested: Any
+) -> tuple[dict[str, Any], Tensors]:
+    """DFlash of z-lab, and JetSpec, whose head is causal."""
+    own: dict[str, Any] = {"mask_token_id": 5, **nested}
+    if ids:
+        own["target_layer_ids"] = list(ids)
+    values = sizes(
+        model_type="qwen3", architectures=["DFlashDraftModel"], head_dim=16, num_hidden_layers=2, block_size=6,
+        num_target_layers=LAYERS, dflash_config=own, rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+        attention_bias=False,
+    )  # fmt: skip
+    return values, block_tensors(2, len(ids or (1, 4)), biases)
+
+
+def deepspec(rank: int = 6, with_markov: bool = True, **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """DSpark of DeepSpec, without its copies of the verifier's embedding and head."""
+    values, tensors = z_lab()
+    del values["dflash_config"]
+    values |= {
+        "architectures": ["Qwen3DSparkModel"], "target_layer_ids": [1, 3, 7], "mask_token_id": 5, "num_anchors": 4,
+        "markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": with_markov, **changes,
+    }  # fmt: skip
+    if rank:
+        tensors |= {f"markov_head.markov_w{i}.weight": draw(V, rank) for i in (1, 2)}
+    read = N + rank if with_markov else N
+    tensors |= {"confidence_head.proj.weight": draw(1, read), "confidence_head.proj.bias": draw(1)}
+    return values, tensors

@@ -16,7 +16,7 @@ from redraft.errors import CheckpointError
 from redraft.export.checkpoint.safetensors import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
-from redraft.export.drafters.published import FIRST, FIRST_METHODS, check_layout, named_method, recognise
+from redraft.export.drafters.published import FIRST, FIRST_METHODS, KNOWN, check_layout, named_method, recognise
 from redraft.export.drafters.published_conversion import convert
 from redraft.methods import ROWS as METHOD_ROWS
 from tests.export.models import write_checkpoint
@@ -387,7 +387,7 @@ UNKNOWN = [
 @pytest.mark.parametrize(("make", "message"), UNKNOWN, ids=["names", "medusa", "kind", "few", "empty"])
 def test_an_unknown_layout_is_named_with_its_keys(tmp_path, make, message):
     folder = write(tmp_path, *make())
-    known = "give EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators, or a folder"
+    known = f"give {KNOWN}, or a folder"
     for check in (check_layout, named_method):
         with pytest.raises(CheckpointError, match=f"has an unknown layout: .*{message}") as caught:
             check(folder, "eagle3")

@@ -1,6 +1,6 @@
 """Drafters that draft a tree in one call, end to end over tiny real graphs: texts are the verifier's own.
 
-They are Medusa's heads, heads on the trunk, and drafters that predict features. One bundle has them all.
+They are Medusa's heads, heads on the trunk, drafters that predict features, and blocks. One bundle has them all.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from redraft.train.batches import Batch
 from redraft.train.objectives.multi_head import MultiHeadObjective
 from redraft.types import Budget, Tree
 from tests.cli.conftest import write_tokenizer
+from tests.export.drafters.test_block_graphs import AFTER_TOKENS, BOTH_WAYS, ONE_WAY
+from tests.export.drafters.test_block_graphs import form as block_form
+from tests.export.drafters.test_block_graphs import random_module as random_block
 from tests.export.drafters.test_feature_graphs import SIZES, random_module
 from tests.export.drafters.tiny import HIDDEN, counts, token_data, write_verifier
 from tests.export.drafters.trunk_heads import random_heads
@@ -53,9 +56,11 @@ TRUNK = MultiHeadConfig(
 FORMS = {(row.static, row.states): name for name, row in ROWS.items() if row.family == "feature_tree"}
 FEATURES = STATIC, DYNAMIC, SEVERAL_STATES = tuple(FORMS.values())
 """The last method of each kind of tree and of hidden states. Others differ in training, or inside of their graphs."""
+BLOCKS = BOTH_WAYS, AFTER_TOKENS, ONE_WAY
 FEW_MEDUSA, FEW_TRUNK, CHAIN = "few-medusa", "few-trunk", "chain"
 """Drafters of few tokens, and one of chains."""
-DRAFTERS = ("medusa", FEW_MEDUSA, "ngram+medusa", "multi_head", FEW_TRUNK, "ngram+multi_head", *FEATURES, CHAIN)
+TREE_DRAFTERS = (*FEATURES, CHAIN, *BLOCKS)
+DRAFTERS = ("medusa", FEW_MEDUSA, "ngram+medusa", "multi_head", FEW_TRUNK, "ngram+multi_head", *TREE_DRAFTERS)
 PROMPTS = [[3, 4, 5, 6], [9, 3] * 20, [4] * 40, [7], list(range(13)) * 6]
 """The last one is longer than a call that catches up."""
 WHOLE, CUT, SMALL, TREES = Budget(NODES, HEADS, NODES), Budget(5, 2, 3), Budget(4, 2, 2), Budget(8, STEPS, 3)
@@ -64,7 +69,7 @@ SHARP = 0.3
 
 
 def whole_of(drafter: str) -> Budget:
-    return TREES if drafter in (*FEATURES, CHAIN) else WHOLE
+    return TREES if drafter in TREE_DRAFTERS else WHOLE
 
 
 def medusa_heads() -> MedusaHeads:
@@ -93,6 +98,12 @@ def write_features(folder: Path, identity: Identity) -> list[DrafterBuild]:
         config = FeatureConfig(**{**SIZES, "vocab_size": VOCABULARY, "logit_scale": 1.0}, hidden_states=states, **form)
         module = random_module(config, SHARP)
         save_drafter(folder / method, method, config, identity, module, token_data(config).counts, {}, None)
+        found.append(DrafterBuild(method, str(folder / method), method, options))
+    for method in BLOCKS:
+        states = find_method(method).hidden_states
+        block = block_form(method, vocab_size=VOCABULARY, logit_scale=1.0, steps=STEPS, hidden_states=states)
+        drafter = random_block(block, SHARP)
+        save_drafter(folder / method, method, block, identity, drafter, token_data(block).counts, {}, None)
         found.append(DrafterBuild(method, str(folder / method), method, options))
     return [*found, DrafterBuild(CHAIN, "random", DYNAMIC, {**options, "width": 1, "draft_vocabulary": 9})]
 
@@ -155,7 +166,10 @@ def plain(one: Runtime) -> dict[float, list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("drafter", "slots"),
-    [*[(drafter, "three") for drafter in DRAFTERS], ("medusa", "one"), ("multi_head", "one"), (STATIC, "one")],
+    [
+        *[(drafter, "three") for drafter in DRAFTERS],
+        *[(drafter, "one") for drafter in ("medusa", "multi_head", STATIC, BOTH_WAYS, ONE_WAY)],
+    ],
 )
 def test_drafted_text_is_the_verifiers_own(
     plain: dict[float, list[list[int]]], drafter: str, slots: str, request: pytest.FixtureRequest
@@ -221,7 +235,8 @@ def test_requests_of_other_methods_share_a_batch(three: Runtime, plain: dict[flo
 
 
 @pytest.mark.parametrize(
-    ("drafter", "budget"), [("medusa", WHOLE), ("multi_head", CUT), (STATIC, TREES), (CHAIN, TREES)]
+    ("drafter", "budget"),
+    [("medusa", WHOLE), ("multi_head", CUT), (STATIC, TREES), (CHAIN, TREES), (AFTER_TOKENS, TREES)],
 )
 def test_texts_of_rejection_have_the_verifiers_distribution(three: Runtime, drafter: str, budget: Budget) -> None:
     """Trees of heads' draws branch: cousins share draws, which only one path reads. Others are chains."""
@@ -330,13 +345,14 @@ def test_texts_and_trees_on_a_device_are_the_hosts(
     A device adds up the last prompt's rows in another order, so a tree there may differ where two logits are close.
     """
     with opened(3) as runtime:
-        for drafter in ("medusa", FEW_MEDUSA, "multi_head", *FEATURES, CHAIN):
+        for drafter in ("medusa", FEW_MEDUSA, "multi_head", *TREE_DRAFTERS):
             for temperature, budget in ((0.0, whole_of(drafter)), (1.0, CUT)):
                 how = SpeculationParams(drafter, budget=budget)
                 found, host = (each.generate(PROMPTS, params(temperature), how) for each in (runtime, one))
                 assert texts(found) == plain[temperature], (drafter, temperature)
                 steps = [[g.metrics.num_spec_steps for g in each[:-1]] for each in (found, host)]
-                assert steps[0] == steps[1], (drafter, temperature)
+                ends = int(drafter in BLOCKS)  # deep trees reach past the end, where the host cuts them
+                assert np.abs(np.subtract(*steps)).max() <= ends, (drafter, temperature)
         drawn, how = replace(params(1.0), acceptance="rejection"), SpeculationParams("medusa", budget=WHOLE)
         ours, hosts = (texts(each.generate(PROMPTS, drawn, how)) for each in (runtime, one))
         assert [text[:-HEADS] for text in ours] == [text[:-HEADS] for text in hosts]  # its trees reach past the end

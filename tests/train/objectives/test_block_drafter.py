@@ -1,0 +1,149 @@
+"""Losses of block drafters equal a loop over blocks by the published forward pass, and begin as the verifier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from redraft.errors import UsageError
+from redraft.train.draft_columns import DraftColumns
+from redraft.train.objectives import find_training
+from redraft.train.objectives.block import context_states, start_from_layers
+from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
+from redraft.train.states import run_verifier
+from tests.export.drafters.block_by_hand import block_states, chance, sizes_of, token_bias
+from tests.export.drafters.test_block_graphs import AFTER_TOKENS, BOTH_WAYS, ONE_WAY, published
+
+from .by_hand import check_loss, some_tokens, texts, token_loss
+
+STEPS = 3
+TABLES = {
+    BOTH_WAYS: BlockTable(hard=1.0, decay=2.0, blocks=0),
+    AFTER_TOKENS: BlockTable(hard=0.1, overlap=0.9, confidence=0.7, decay=4.0, blocks=0, token_rank=5, layers=2),
+    ONE_WAY: BlockTable(soft=1.0, greedy=0.2, blocks=0),
+}
+
+
+def objective_of(method, verifier, table, drafted=0):
+    """A loss with random weights, of few tokens if `drafted`."""
+    training = find_training(method)
+    config = training.configuration(replace(table, steps=STEPS, draft_vocabulary=drafted), verifier)
+    vocabulary = DraftColumns(some_tokens(verifier.vocab_size, drafted), verifier.vocab_size) if drafted else None
+    torch.manual_seed(0)
+    objective = BlockObjective(verifier.model, config, table, vocabulary)
+    with torch.no_grad():
+        for name, parameter in objective.named_parameters():
+            parameter.normal_(float("norm" in name), 0.3)
+    return objective
+
+
+def by_hand(objective, verifier, batch):
+    """The loss, block by block, with its gradient."""
+    config, table = objective.drafter.config, objective.table
+    w = published(objective.drafter, keep=True)
+    embedding, head = verifier.model.get_input_embeddings().weight, verifier.model.get_output_embeddings().weight
+    some, rows = objective.vocabulary.tokens, config.rows(STEPS)
+    losses = [[] for _ in range(STEPS)]
+    for text, starts, end in zip(batch.tokens, batch.starts.tolist(), batch.ends.tolist(), strict=True):
+        hidden, (logits,) = run_verifier(verifier.model, text[None], config.hidden_states)
+        features = torch.cat([hidden[name][0] for name in config.hidden_states], dim=-1)
+        for start in (start for start in starts if start >= 0):
+            block = torch.cat([embedding[text[start + 1]][None], objective.drafter.mask.expand(rows - 1, -1)])
+            states = block_states(w, sizes_of(config), features[: start + 1], block)[rows - STEPS :]
+            for depth, state in enumerate(states):
+                place = start + depth + 1
+                if place < end:
+                    of_token = after_token if config.token_rank else masked
+                    losses[depth].append(
+                        of_token(w, table, head[some] @ state, state, logits[place], text, place, some)
+                    )
+    weights = table.weights(STEPS)
+    return sum(weight * torch.stack(each).mean() for weight, each in zip(weights, losses, strict=True))
+
+
+def masked(w, table, found, state, logits, text, place, some):
+    """The loss of one token of a block without tokens before."""
+    return token_loss(found, logits, text[place + 1], some, table.soft, table.hard, table.greedy)
+
+
+def after_token(w, table, found, state, logits, text, place, some):
+    """DSpark's loss of one token: CE, distance and confidence."""
+    before = int(text[place])
+    q = (found + token_bias(w, before)).softmax(-1)
+    kept = logits.softmax(-1)[some] * torch.isin(some, logits.topk(64).indices)
+    hard = -table.hard * q[some == text[place + 1]].log().sum()  # a token outside has none
+    overlap = torch.minimum(q, kept).sum()
+    sure, right = chance(w, state, before), overlap.detach()
+    confidence = -(right * sure.log() + (1 - right) * (1 - sure).log())
+    return hard + table.overlap * 2 * (1 - overlap) + table.confidence * confidence
+
+
+@pytest.mark.parametrize("method", TABLES)
+@pytest.mark.parametrize("drafted", [0, 120])
+def test_the_loss_is_that_of_each_block_alone(verifier, method, drafted):
+    objective = objective_of(method, verifier, TABLES[method], drafted)
+    batch = texts(verifier.vocab_size, (12, 9), (6, 3))
+    found = objective.total(*objective.losses(batch, objective.states(batch)))
+    check_loss(objective, found, by_hand(objective, verifier, batch))
+
+
+def test_a_step_draws_some_of_the_starts(verifier):
+    """Padding is drawn last. Each step has others."""
+    objective = objective_of(ONE_WAY, verifier, replace(TABLES[ONE_WAY], blocks=4))
+    batch = texts(verifier.vocab_size, (20, 9), (2, 4))
+    drawn = [objective._some(batch).starts for _ in range(8)]
+    assert all(one.shape == (2, 4) and torch.equal(one, one.sort(-1).values) for one in drawn)
+    assert all((one[0] >= 0).all() and set(one[0].tolist()) <= set(batch.starts[0].tolist()) for one in drawn)
+    assert len({tuple(one[0].tolist()) for one in drawn}) > 1
+    assert all(one[1].tolist() == [start for start in batch.starts[1].tolist() if start >= 0] for one in drawn)
+
+
+def test_a_drafter_begins_as_the_verifiers_last_layer(verifier):
+    """Its keys and values of the context are those that the verifier's last layer has."""
+    training = find_training(BOTH_WAYS)
+    table = training.table()
+    config = training.configuration(table, verifier)
+    drafter = BlockObjective(verifier.model, config, table).drafter
+    start_from_layers(drafter, verifier, [])
+    batch = texts(verifier.vocab_size, (9,), (1,))
+    enters = str(verifier.layers - 2)
+    hidden, _ = run_verifier(verifier.model, batch.tokens, (*config.hidden_states, enters))
+    features = torch.cat([hidden[name] for name in config.hidden_states], dim=-1)
+    context = drafter.feature_norm(drafter.features(features))
+    last = verifier.model.get_decoder().layers[-1]
+    normed = last.input_layernorm(hidden[enters])
+    torch.testing.assert_close(context, normed, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(drafter.layers[0].k_proj(context), last.self_attn.k_proj(normed), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("table", [{"layers": 4}, {"hidden_states": ("0", "last")}])
+def test_a_drafter_that_cannot_begin_with_layers_is_refused(verifier, table):
+    training = find_training(BOTH_WAYS)
+    config = training.configuration(training.table(**table), verifier)
+    drafter = BlockObjective(verifier.model, config, training.table()).drafter
+    with pytest.raises(UsageError, match="needs fewer layers than the verifier's 4, and its hidden state 2 among"):
+        start_from_layers(drafter, verifier, [])
+
+
+@pytest.mark.parametrize(
+    ("layers", "states"),
+    [(1, ("0",)), (2, ("0", "1")), (4, ("1", "2")), (12, ("1", "5", "10")), (36, ("1", "17", "34"))],
+)
+def test_the_hidden_states_of_the_context(layers, states):
+    assert context_states(layers) == states
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"soft": -1.0}, {"hard": 1.0, "decay": float("nan")}, {"confidence": 1.0}, {"hard": float("inf")}]
+)
+def test_losses_that_cannot_be_are_refused(values):
+    with pytest.raises(UsageError, match="must be 0 or more, and one of the first four positive"):
+        BlockTable(**values)
+
+
+def test_numbers_that_cannot_be_are_refused():
+    with pytest.raises(UsageError, match=r"drafter\.blocks and token_rank must be 0 or more, not -1, 0"):
+        BlockTable(hard=1.0, blocks=-1)
+    assert BlockTable(hard=1.0).weights(3).tolist() == pytest.approx([1 / 3] * 3)
