@@ -21,7 +21,7 @@ from redraft.errors import DataError, TrainingError
 from redraft.files import write_json
 from redraft.train.config import Recipe
 from redraft.train.states import States
-from redraft.train.text_shards import HIDDEN, TOP, Shards
+from redraft.train.text_shards import FORM, HIDDEN, TOP, Shards
 
 _CYCLE_ROWS = 100  # shares are exact over this number of rows
 
@@ -175,7 +175,8 @@ class KeptStates:
         self._plan, self._folder, self._compute = plan, folder, compute
         self._names = (*(HIDDEN + name for name in hidden_states), *TOP)
         self._shards = Shards(folder)
-        path, now = folder / "facts.json", json.loads(json.dumps({**facts, "hidden_states": list(hidden_states)}))
+        path = folder / "facts.json"
+        now = json.loads(json.dumps({**facts, **FORM, "hidden_states": list(hidden_states)}))
         if not path.exists():
             write_json(path, now)
         before = json.loads(path.read_text(encoding="utf-8"))

@@ -37,6 +37,8 @@ SHARDS = "shards"
 PACKED = "texts.npz"
 HIDDEN = "hidden8."
 TOP = ("top_ids", "top_logits", "log_sum")
+FORM = {"states": "blocks of 32 in 8 bits"}
+"""In the facts of folders that keep states, so that those of another form are refused."""
 _OF_TEXTS = ("lengths", "prompts", "kinds", "temperatures")
 _SPARE_BYTES = 4 << 30
 """Space that is left free on the disk."""

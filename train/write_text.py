@@ -29,6 +29,7 @@ from redraft.train.questions import ChatTurns, questions_of
 from redraft.train.states import TOP_LOGITS, run_verifier, states_of, stored_size
 from redraft.train.text_shards import (
     FACTS,
+    FORM,
     Shards,
     check_written_by,
     load_facts,
@@ -107,7 +108,7 @@ def write_text(
         "data": {kind: corpora[kind].digest() for kind in recipe.data_kinds},
     }
     decoder.check_hidden_states(recipe.hidden_states, verifier.layers)
-    _begin(out, facts)
+    _begin(out, facts | (FORM if recipe.hidden_states else {}))
     if not (out / QUESTIONS).exists():
         save_packed(out / QUESTIONS, _questions_in_order(verifier, turns, corpora, recipe, progress))
     asked = load_packed(out / QUESTIONS)
@@ -216,7 +217,7 @@ def compute_states(  # noqa: PLR0913 - the options of a command
     decoder.check_hidden_states(hidden_states, verifier.layers)
     tokens = split(packed.array("lengths"), packed.array("tokens"))[:limit]
     check_written_by(texts, verifier.identity)
-    _begin(out, {**load_facts(texts), "texts": len(tokens), "hidden_states": list(hidden_states)})
+    _begin(out, {**load_facts(texts), "texts": len(tokens), "hidden_states": list(hidden_states), **FORM})
     shards = Shards(out)
     parts = [slice(i, i + rows) for i in range(0, len(tokens), rows)]
     for index, some in enumerate(parts):

@@ -45,7 +45,7 @@ class DraftRows:
         caches: list[torch.Tensor],
     ) -> None:  # fmt: skip
         self.caches = list(caches)
-        self._positions, self._cache_len, self._kv_len = positions, cache_len, kv_len
+        self._positions, self._pending, self._cache_len, self._kv_len = positions, pending, cache_len, kv_len
         self._last = (pending - 1)[:, None]
         self._place = positions.gather(1, self._last)
 
@@ -68,7 +68,7 @@ class ChainRows(DraftRows, ABC, Generic[A]):
     def __init__(self, *rows: Any) -> None:
         """`rows` are the arguments of `DraftRows`."""
         super().__init__(*rows)
-        self._step_cache_len = self._cache_len + self._last[:, 0] + 1
+        self._step_cache_len = self._cache_len + self._pending  # one sum: TensorRT's own attention looks for it
         self._alone = torch.ones_like(self._last, dtype=torch.bool)[:, :, None]
 
     def catch_up(self) -> A:

@@ -35,6 +35,7 @@ from redraft.export.drafters.checkpoint import CONFIG_FILE
 from redraft.export.drafters.layer import verifier_sizes
 from redraft.export.drafters.published_checks import (
     FITTING,
+    NOT_COVERED,
     OTHER_VERIFIER,
     check_features,
     check_matrix,
@@ -97,8 +98,11 @@ def block_states(path: Path, values: Mapping[str, Any], layers: int) -> tuple[st
     Raises CheckpointError for other ids than different layers of the verifier.
     """
     ids = _nested(values).get("target_layer_ids") or values.get("target_layer_ids")
-    ids = ids or _spread(layers, int(values.get("num_hidden_layers", 1)))
-    whole = isinstance(ids, list) and all(isinstance(layer, int) for layer in ids)
+    count = values.get("num_hidden_layers", 1)
+    ids = ids or (_spread(layers, count) if isinstance(count, int) and count > 0 else [])
+    whole = isinstance(ids, list) and ids and all(isinstance(layer, int) for layer in ids)
+    if whole and min(ids) == -1:
+        raise CheckpointError(f"{path} reads embeddings (layer -1), which redraft's drafters do not", NOT_COVERED)
     if not whole or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= layers:
         raise CheckpointError(
             f"{path} reads the outputs of layers {ids}, expected different layers from 0 to {layers - 1}",

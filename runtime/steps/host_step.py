@@ -310,7 +310,7 @@ class HostStep(_HostCall):
         if self._layouts[slot] is not shape:
             self._layouts[slot] = shape
             if self._mask is not None:
-                self._mask[slot, :nodes, :nodes] = shape.mask
+                self._mask[slot, :nodes, :nodes] = shape.mask  # bits above a mask's diagonal are 0, so they stay 0
                 self._mask[slot, nodes:] = self._padding[nodes:]  # nodes attend only to earlier ones
 
 

@@ -24,7 +24,7 @@ from redraft.train.progress import ProgressReport
 from redraft.train.publish import publish_drafter
 from redraft.train.questions import ChatTurns, word_problems
 from redraft.train.text_batches import WrittenText
-from redraft.train.text_shards import PACKED, Shards, pack, split
+from redraft.train.text_shards import PACKED, Shards, load_facts, pack, save_facts, split
 from redraft.train.verifier_model import open_verifier
 from redraft.train.write_text import TextRecipe, compute_states, write_text, written_tokens
 from tests.train.conftest import altered
@@ -160,6 +160,10 @@ def test_states_of_packed_texts_are_computed_without_writing_again(asked, packed
     assert not done
     with pytest.raises(TrainingError, match="differs in its hidden_states"):
         compute_states(verifier, packed, whole, ("2",), rows=5)
+    facts = {name: value for name, value in load_facts(whole).items() if name != "states"}
+    save_facts(whole, facts)  # as a version that kept them in another form
+    with pytest.raises(TrainingError, match="differs in its states"):
+        compute_states(verifier, packed, whole, ("last",), rows=5)
     compute_states(verifier, packed, few, ("last",), rows=5, limit=7)
     assert [len(shard.array(name)) for shard in Shards(few) for name in ("lengths", "kinds")] == [5, 5, 2, 2]
     Shards(few).check_complete()

@@ -14,7 +14,7 @@ from redraft.export.graph.decoder import check_hidden_states
 from redraft.methods import Method, Row
 from redraft.train.batches import Batch
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
-from redraft.train.objectives.last_layer import OTHER_INIT, copy_layers
+from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_layers
 from redraft.train.training import Start, Training, table_of
 from redraft.train.verifier_model import VerifierModel
 
@@ -25,8 +25,8 @@ def context_states(layers: int) -> tuple[str, ...]:
     DFlash spreads its states alike, from the second layer to the last but two. Ours end with that which enters the last
     layer, so that a drafter may begin with this layer. Of few layers, they are fewer.
     """
-    found = {min(1, layers - 1), layers // 2 - 1, layers - 2}
-    return tuple(str(layer) for layer in sorted(found) if layer >= 0)
+    found = {min(1, layers - 2), layers // 2 - 1, layers - 2}
+    return tuple(str(layer) for layer in sorted({max(layer, 0) for layer in found}))
 
 
 def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
@@ -34,7 +34,7 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
 
     The context begins as that which enters the last layer, with its norm's gain: the keys and values of a copy of that
     layer are the verifier's. The mask begins as the mean embedding, and the token before adds nothing. Raises
-    UsageError for layers of another shape, and for a drafter that does not read that hidden state.
+    UsageError for layers of another shape or form, and for a drafter that does not read that hidden state.
     """
     config, state, body = drafter.config, drafter.state_dict(), verifier.model.get_decoder()
     enters, count = str(verifier.layers - 2), config.layers
@@ -46,7 +46,7 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     copy_layers(state, {f"layers.{i}.": verifier.layers - count + i for i in range(count)}, verifier)
     gain = getattr(getattr(body.layers[-1], "input_layernorm", None), "weight", None)
     if gain is None:
-        raise UsageError("drafter.init = 'layers': the verifier's last layer is not of Llama's form", OTHER_INIT)
+        raise UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)
     whole = torch.eye(config.hidden_size)
     parts = [whole if name == enters else torch.zeros_like(whole) for name in config.hidden_states]
     state["features.weight"] = torch.cat(parts, dim=1)
@@ -55,6 +55,8 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     if "token_head.weight" in state:
         state["token_head.weight"] = torch.zeros_like(state["token_head.weight"])
     drafter.load_state_dict(state)
+    drafter.to(verifier.model.device)
+    check_last_layer(drafter.layers[-1], drafter.norm, verifier, next(iter(batches)))  # type: ignore[arg-type]
 
 
 class BlockTraining(Training):

@@ -42,7 +42,7 @@ def copy_layers(state: dict[str, torch.Tensor], layers: Mapping[str, int], verif
     for name, tensor in found.items():
         if name not in state or state[name].shape != tensor.shape:
             raise UsageError(
-                f"drafter.init = 'layer': {name} of the verifier's last layer does not fit a drafter of this shape",
+                f"drafter.init: {name} of the verifier's layers does not fit a drafter of this shape",
                 OTHER_INIT,
             )
         state[name] = tensor.detach().to(torch.float32).clone()
@@ -58,4 +58,4 @@ def check_last_layer(layer: DrafterLayer, norm: nn.Module, verifier: VerifierMod
     found = norm(layer(hidden[layer_input].float(), positions, attend))
     wanted = hidden[LAST_HIDDEN_STATE].float()
     if not (found - wanted).norm() < _ROUNDING * wanted.norm():
-        raise UsageError("drafter.init = 'layer': the verifier's last layer is not of Llama's form", OTHER_INIT)
+        raise UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)

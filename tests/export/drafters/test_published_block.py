@@ -130,6 +130,7 @@ def with_tensor(made: Made, name: str, tensor: torch.Tensor) -> Made:
         (lambda: z_lab(mask_token_id=None), f"mask_token_id None is no token of the verifier, from 0 to {V - 1}"),
         (lambda: z_lab((3, 3)), r"reads the outputs of layers \[3, 3\], expected different layers from 0 to 7"),
         (lambda: z_lab((3, 8)), r"reads the outputs of layers \[3, 8\]"),
+        (lambda: z_lab((-1, 3)), r"reads embeddings \(layer -1\), which redraft's drafters do not"),
         (lambda: with_values(z_lab(), num_target_layers=9), "is for a verifier of 9 layers, not 8; give the verifier"),
         (lambda: with_values(z_lab(), block_size=1), "block_size 1 is no number of a block's rows"),
         (lambda: with_values(z_lab(), hidden_act="gelu"), "has the activation 'gelu', which redraft's drafters do not"),
