@@ -25,7 +25,7 @@ from redraft.errors import RedraftError, UsageError
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mine,method=lyanna,depth=3", "drafter lyanna: unknown key depth; known keys are draft_vocabulary, nodes"),
+        ("mine,method=lyanna,depth=3", "drafter lyanna: unknown key depth; known keys are draft_vocabulary, head_rank, "),
         ("mine,method=lyanna,nodes", "'nodes' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=", "'nodes=' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is not KEY=VALUE, or is repeated"),
@@ -39,7 +39,7 @@ from redraft.errors import RedraftError, UsageError
         ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
         ("suffix=mine,method=lyanna", "no drafter can have the id 'suffix', which means something else"),
         ("native=mine,method=lyanna", "no drafter can have the id 'native', which means something else"),
-        ("native,depth=3", "drafter mtp: unknown key depth; known keys are draft_vocabulary, precision, steps"),
+        ("native,depth=3", "drafter mtp: unknown key depth; known keys are draft_vocabulary, head_rank, precision"),
         ("a=./no/folder", "--drafter 'a=./no/folder': there is no folder ./no/folder; give a drafter's folder; or a "),
         ("no/model.gguf", "there is no file no/model.gguf"),
     ],

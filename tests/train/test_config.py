@@ -77,7 +77,7 @@ DRAFTERS = sorted(path.stem for path in RECIPES.glob("*.toml") if not re.search(
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_shipped_recipes_load_and_go_through_plain_values(name):
     values = tomllib.loads((RECIPES / f"{name}.toml").read_text(encoding="utf-8"))
-    of_several = "steered" if name.startswith("steered") else "eagle"
+    of_several = {"steered": "steered", "block": "dflash"}.get(name.partition("-")[0], "eagle")
     kind = find_training(values.get("method", of_several)).recipe
     recipe = kind.load(name)
     assert kind.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe

@@ -212,7 +212,8 @@ def test_the_time_of_the_first_token_is_over_when_it_comes(
 
 
 def test_a_replica_whose_loop_has_died_hands_its_requests_over(runtimes: list[Runtime]) -> None:
-    whole = runtimes[1].submit(PROMPT, greedy(60), "none").result()
+    """The request is long, so that it has not ended when the loop breaks."""
+    whole = runtimes[1].submit(PROMPT, greedy(190), "none").result()
     replicas = LocalReplicas(runtimes)
     gateway = gateway_of(replicas, retries=1)
 
@@ -220,11 +221,11 @@ def test_a_replica_whose_loop_has_died_hands_its_requests_over(runtimes: list[Ru
         if len(output.request.new_tokens) > 3:
             break_loop(runtimes[0])
 
-    submission = gateway.submit(PROMPT, greedy(60), NGRAM, on_output=die)
+    submission = gateway.submit(PROMPT, greedy(190), NGRAM, on_output=die)
     assert submission.result(60).text == whole.text
     assert gateway.calls_lost == 1
     replicas.calls.clear()  # the next call goes to the dead one, and then to the other
-    assert gateway.submit(PROMPT, greedy(60), NGRAM).result(60).text == whole.text
+    assert gateway.submit(PROMPT, greedy(190), NGRAM).result(60).text == whole.text
     assert gateway.calls_lost == 1
     gateway.close()
 
