@@ -25,7 +25,7 @@ from redraft.errors import RedraftError, UsageError
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mine,method=lyanna,depth=3", "drafter lyanna: unknown key depth; known keys are draft_vocabulary, head_rank, "),
+        ("mine,method=lyanna,depth=3", "drafter lyanna: unknown key depth; known keys are draft_vocabulary, head_rank"),
         ("mine,method=lyanna,nodes", "'nodes' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=", "'nodes=' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is not KEY=VALUE, or is repeated"),
