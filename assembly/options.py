@@ -16,6 +16,7 @@ from redraft.methods import built_methods, find_method, native_method
 NO_DRAFTER, ALL_DRAFTERS = "none", "all"
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 """A whole number. The method refuses one that is out of range."""
+_WORDS = {"true": True, "false": False}
 DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 TARGET, KV = "target", "kv"
@@ -198,7 +199,7 @@ def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
             raise UsageError(
                 f"--drafter {text!r}: expected {DRAFTER_FORM}", f"{pair!r} is not KEY=VALUE, or is repeated"
             )
-        values[key] = int(value) if _WHOLE.fullmatch(value) else value
+        values[key] = int(value) if _WHOLE.fullmatch(value) else _WORDS.get(value, value)
     return values
 
 

@@ -183,6 +183,7 @@ ROWS = {
         "DFlash: masks over the verifier's hidden states become a block of tokens in one pass.",
         "Chen et al. 2026, DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036)",
         runtime="feature_tree",
+        form={"causal": False, "anchor_predicts": False},
         loss={"hard": 1.0, "decay": 4.0},
     ),
     "dspark": Row(
@@ -190,7 +191,7 @@ ROWS = {
         "DSpark: a block whose tokens know the token before, and a head that estimates their acceptance.",
         "DeepSeek 2026, DSpark (DeepSpec)",
         runtime="feature_tree",
-        form={"anchor_predicts": True, "token_rank": 256, "confidence": True},
+        form={"causal": False, "anchor_predicts": True, "token_rank": 256, "confidence": True},
         loss={"hard": 0.1, "overlap": 0.9, "confidence": 1.0, "decay": 4.0},
     ),
     "jetspec": Row(
@@ -199,7 +200,7 @@ ROWS = {
         "Hu et al. 2026, JetSpec: Breaking the Scaling Ceiling of Speculative Decoding with Parallel Tree Drafting "
         "(arXiv 2606.18394)",
         runtime="feature_tree",
-        form={"causal": True},
+        form={"causal": True, "anchor_predicts": False},
         loss={"soft": 1.0},
     ),
 }

@@ -164,6 +164,8 @@ def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**values, "method": "lyanna"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},steps=2"])
     assert (found.id, found.method, found.options) == ("lyanna", "lyanna", {"steps": 2})
+    (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=dspark,confidence=false"])
+    assert found.options == {"confidence": False}
     (tmp_path / "config.json").write_text(json.dumps({**values, "method": "absent"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=lyanna"])
     assert found.method == "lyanna"

@@ -39,8 +39,7 @@ SIZES: dict[str, Any] = dict(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=16, logit_scale=0.6,
     draft_logit_scale=1.3, hidden_states=("0", "last"),
 )  # fmt: skip
-FORMS = {tuple(row.form): name for name, row in ROWS.items() if row.family == "block"}
-BOTH_WAYS, AFTER_TOKENS, ONE_WAY = FORMS.values()
+BOTH_WAYS, AFTER_TOKENS, ONE_WAY = (name for name, row in ROWS.items() if row.family == "block")
 """The methods by their forms: masks that see each other, with the token before, and masks that see earlier ones."""
 
 
@@ -163,7 +162,7 @@ def test_a_draft_is_the_tree_of_the_blocks_rows(
 
 def test_random_drafters_have_the_form_of_their_method(little_verifier: Verifier, tmp_path: Path) -> None:
     verifier = AutoConfig.from_pretrained(str(little_verifier.checkpoint.path))
-    for method in FORMS.values():
+    for method in (BOTH_WAYS, AFTER_TOKENS, ONE_WAY):
         target, exporter = Target(NAME, little_verifier.export, tmp_path, build(steps=5)), find_exporter(method)
         config: Any = exporter.random_config(target, verifier)
         assert {name: getattr(config, name) for name in ROWS[method].form} == ROWS[method].form
@@ -194,6 +193,13 @@ def test_a_build_that_does_not_fit_is_refused(
     opened = save(tmp_path / "drafter", little_verifier.checkpoint, BOTH_WAYS, random_module(config), config)
     with pytest.raises((CheckpointError, UsageError), match=message):
         trained(opened, little_verifier, tmp_path, options, find_exporter(method))
+
+
+def test_a_drafter_that_predicts_from_all_rows_is_not_one_of_masks(little_verifier: Verifier, tmp_path: Path) -> None:
+    config = form(AFTER_TOKENS)
+    opened = save(tmp_path / "drafter", little_verifier.checkpoint, AFTER_TOKENS, random_module(config), config)
+    with pytest.raises(CheckpointError, match=r"predict from all rows, expected .* predict from masks"):
+        trained(opened, little_verifier, tmp_path, build(), find_exporter(BOTH_WAYS))
 
 
 @pytest.mark.parametrize(
