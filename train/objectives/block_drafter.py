@@ -86,6 +86,11 @@ class BlockObjective(DepthDistillation):
         """Return the tokens of a block."""
         return config.steps
 
+    @staticmethod
+    def hidden_states_of(config: BlockConfig) -> tuple[str, ...]:
+        """Return those of the context: the loss reads no other, so none need be kept."""
+        return config.hidden_states
+
     def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Return the mean loss of every depth over its drafts, and metrics `ce` in nats and `hit`."""
         batch, losses, metrics = self._some(batch), [], []
