@@ -181,12 +181,17 @@ def text(
     data: Annotated[
         list[str] | None, typer.Option(help="KIND=SOURCE, for every kind of the recipe except chat.")
     ] = None,
+    bundle: Annotated[
+        Path | None, typer.Option(help="A bundle of this verifier, whose engines write, several times as fast.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Texts that the bundle writes at once.")] = 64,
     device: DeviceOption = "cpu",
     dtype: Dtype = "auto",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Let a chat verifier answer questions, as text to train its drafters on; keeps its hidden states."""
+    from redraft.cli.engine_writer import open_writer
     from redraft.errors import UsageError
     from redraft.train.data import load_corpus, parse_sources
     from redraft.train.text_shards import Shards
@@ -201,7 +206,12 @@ def text(
     corpora = {kind: load_corpus(kind, source, recipe.held_out_every) for kind, source in sources.items()}
     _use_threads(threads)
     model = _open_verifier(verifier, device, dtype)
-    write_text(model, corpora, recipe, out, _batches(as_json), lambda line: typer.echo(f"warning: {line}", err=True))
+    told = _batches(as_json), lambda line: typer.echo(f"warning: {line}", err=True)
+    if bundle is None:
+        write_text(model, corpora, recipe, out, *told)
+    else:
+        with open_writer(bundle, model.identity, max_num_seqs, threads) as write:
+            write_text(model, corpora, recipe, out, *told, write)
     tokens = dict(written_tokens(Shards(out)))
     _report({"out": str(out), "tokens": tokens}, f"{sum(tokens.values()):,} tokens in {out}: {tokens}", as_json)
 

@@ -15,7 +15,7 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import LinearLoss
-from redraft.train.states import States, run_verifier, states_of
+from redraft.train.states import States, states_of_tokens
 from redraft.train.verifier_model import autocast_of
 
 
@@ -117,7 +117,7 @@ class Distillation(nn.Module, ABC):
     @torch.no_grad()
     def states(self, batch: Batch) -> States:
         """Return the verifier's states of a batch: those that were kept, else computed."""
-        return batch.states or states_of(*run_verifier(self.verifier, batch.tokens, self.hidden_states))
+        return batch.states or states_of_tokens(self.verifier, batch.tokens, self.hidden_states)
 
     def targets(  # noqa: PLR0913 - the parts of a loss
         self, batch: Batch, states: States, places: torch.Tensor, counts: torch.Tensor, soft: float, hard: float,

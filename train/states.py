@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from redraft.export.checkpoint import model_config
 from redraft.export.drafters.block_storage import coded, decoded
 from redraft.export.quantization.rounding import BLOCK, blocks_of
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.text_shards import HIDDEN
 
 TOP_LOGITS = 64
+_HEAD_ROWS = 128
 _ROWS = 32
 """Rows of logits that are read at once. In fp32 they fit the processor's caches, which all rows of a batch do not."""
 
@@ -91,6 +93,21 @@ def states_of(hidden: Mapping[str, torch.Tensor], logits: torch.Tensor) -> State
     return States(hidden, ids, values, log_sum)
 
 
+def states_of_tokens(verifier: Any, tokens: torch.Tensor, hidden_states: Sequence[str]) -> States:
+    """Return the states of tokens [B, L].
+
+    The head's product is taken for a few positions at a time, since all logits of a call may be gigabytes. The head must
+    be as `verifier_model.open_verifier` checks it.
+    """
+    names = dict.fromkeys((LAST_HIDDEN_STATE, *hidden_states))
+    hidden, _ = run_verifier(verifier, tokens, tuple(names), every_logit=False)
+    head, scale = verifier.get_output_embeddings(), model_config.logit_scale(verifier.config.get_text_config())
+    parts = hidden[LAST_HIDDEN_STATE].flatten(0, 1).split(_HEAD_ROWS)
+    pieces = [_likeliest(logits.float() * scale) for part in parts for logits in head(part).split(_ROWS)]
+    ids, values, log_sum = (torch.cat(parts).unflatten(0, tokens.shape) for parts in zip(*pieces, strict=True))
+    return States({name: hidden[name] for name in hidden_states}, ids, values, log_sum)
+
+
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ids, logits and `States.log_sum` of rows of logits [R, V]."""
     values, ids = logits.topk(min(TOP_LOGITS, logits.shape[-1]))
@@ -99,12 +116,13 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def run_verifier(
-    verifier: Any, tokens: torch.Tensor, hidden_states: Sequence[str] = (LAST_HIDDEN_STATE,), **arguments: Any
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    verifier: Any, tokens: torch.Tensor, hidden_states: Sequence[str] = (LAST_HIDDEN_STATE,), every_logit: bool = True,
+    **arguments: Any,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # fmt: skip
     """Return hidden states [B, L, n] by name, and logits [B, L, V] of the verifier's type, of tokens [B, L].
 
     Names are those of engines: `last` is after the final norm, `3` is the output of the layer with index 3, from 0.
-    arguments: for the model's forward.
+    every_logit: False to compute logits of the last position alone.   arguments: for the model's forward.
     """
     kept: dict[str, torch.Tensor] = {}
 
@@ -112,7 +130,10 @@ def run_verifier(
         return lambda module, args, *output: kept.update({name: _tensor(output[0]) if output else args[0]})
 
     layers = verifier.get_decoder().layers if set(hidden_states) - {LAST_HIDDEN_STATE} else ()
-    hooks = [verifier.get_output_embeddings().register_forward_pre_hook(keep(LAST_HIDDEN_STATE))]
+    head = verifier.get_output_embeddings()
+    hooks = [head.register_forward_pre_hook(keep(LAST_HIDDEN_STATE))]
+    if not every_logit:
+        hooks.append(head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:],)))
     hooks += [layers[int(n)].register_forward_hook(keep(n)) for n in hidden_states if n != LAST_HIDDEN_STATE]
     try:
         out = verifier(tokens, **{"use_cache": False, **arguments})

@@ -26,7 +26,7 @@ from redraft.train.batches import similar_lengths
 from redraft.train.config import read_recipe
 from redraft.train.data import Corpus
 from redraft.train.questions import ChatTurns, questions_of
-from redraft.train.states import TOP_LOGITS, run_verifier, states_of, stored_size
+from redraft.train.states import TOP_LOGITS, states_of_tokens, stored_size
 from redraft.train.text_shards import (
     FACTS,
     FORM,
@@ -39,7 +39,7 @@ from redraft.train.text_shards import (
     split,
 )
 from redraft.train.verifier_model import VerifierModel
-from redraft.train.writer import TextStart, Writer
+from redraft.train.writer import TextStart, Write, Writer
 
 QUESTIONS = "questions.npz"
 KINDS = ("chat", "math", "code", "edit", "prose")
@@ -95,12 +95,19 @@ Progress = Callable[[str, int, int, int], None]
 def write_text(
     verifier: VerifierModel, corpora: Mapping[str, Corpus], recipe: TextRecipe, out: Path,
     progress: Progress = lambda stage, done, of, tokens: None, warn: Callable[[str], None] = print,
+    write: Write | None = None,
 ) -> None:  # fmt: skip
     """Write the texts of a recipe into `out`, or continue to.
 
+    write: engines that write in place of the verifier's modules; they keep no hidden states.
     If the disk has too little space for states, only tokens are kept, and `warn` gets a line. Raises TrainingError if
-    `out` holds texts of another recipe, verifier or data.
+    `out` holds texts of another recipe, verifier or data, and UsageError if engines are to keep hidden states.
     """
+    if write is not None and recipe.hidden_states:
+        raise UsageError(
+            "engines keep no hidden states of the texts that they write",
+            "set hidden_states = [] in the recipe, then let `redraft train states` compute them",
+        )
     turns = ChatTurns.of(str(verifier.texts), verifier.ends)
     facts = {
         "recipe": to_plain(recipe),
@@ -110,7 +117,7 @@ def write_text(
     decoder.check_hidden_states(recipe.hidden_states, verifier.layers)
     _begin(out, facts | (FORM if recipe.hidden_states else {}))
     if not (out / QUESTIONS).exists():
-        save_packed(out / QUESTIONS, _questions_in_order(verifier, turns, corpora, recipe, progress))
+        save_packed(out / QUESTIONS, _questions_in_order(verifier, turns, corpora, recipe, progress, write))
     asked = load_packed(out / QUESTIONS)
     prompts = [
         TextStart(tuple(tokens.tolist()), float(temperature))
@@ -128,12 +135,18 @@ def write_text(
         if kept and not shards.fits(needed):
             warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
             kept = ()
-        written = Writer(verifier.model, turns.ends, recipe.new_tokens, kept).write(prompts[some], recipe.seed + index)
+        continued = write or _by_modules(verifier, turns, kept)
+        written = continued(prompts[some], recipe.new_tokens, recipe.seed + index)
         tokens = written.tokens.astype(np.uint32)
         texts: dict[str, NDArray[Any]] = {"tokens": tokens, "lengths": written.lengths, "prompts": written.prompts}
         about = {name: asked[name][some] for name in ("kinds", "temperatures")}
         shards.add(index, {**texts, **written.states, **about})
         progress("texts", index + 1, len(batches), int((written.lengths - written.prompts).sum()))
+
+
+def _by_modules(verifier: VerifierModel, turns: ChatTurns, kept: tuple[str, ...] = ()) -> Write:
+    """Return what the verifier's modules write, with these hidden states."""
+    return lambda prompts, new_tokens, seed: Writer(verifier.model, turns.ends, new_tokens, kept).write(prompts, seed)
 
 
 def _begin(out: Path, facts: Mapping[str, Any]) -> None:
@@ -154,15 +167,16 @@ def _bytes_of(tokens: int, hidden_states: int, width: int) -> int:
 
 
 def _questions_in_order(
-    verifier: VerifierModel, turns: ChatTurns, corpora: Mapping[str, Corpus], recipe: TextRecipe, progress: Progress
-) -> dict[str, NDArray[Any]]:
+    verifier: VerifierModel, turns: ChatTurns, corpora: Mapping[str, Corpus], recipe: TextRecipe, progress: Progress,
+    write: Write | None,
+) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Return prompts, kinds and temperatures in the order of writing: batches of similar lengths, in random order."""
     rng = np.random.Generator(np.random.PCG64(recipe.seed))
     longest = (verifier.max_positions or sys.maxsize) - recipe.new_tokens
     asked: list[tuple[str, tuple[int, ...]]] = []
     for kind, count in recipe.texts.items():
         if kind == "chat":
-            prompts = _asked_by_itself(verifier.model, turns, count, recipe, progress)
+            prompts = _asked_by_itself(write or _by_modules(verifier, turns), turns, count, recipe, progress)
         else:
             prompts = [turns.ask(question) for question in questions_of(kind, corpora[kind].train, count, rng)]
         fitting = [tokens for tokens in prompts if len(tokens) <= longest]
@@ -183,17 +197,17 @@ def _questions_in_order(
 
 
 def _asked_by_itself(
-    model: Any, turns: ChatTurns, count: int, recipe: TextRecipe, progress: Progress
+    write: Write, turns: ChatTurns, count: int, recipe: TextRecipe, progress: Progress
 ) -> list[tuple[int, ...]]:
     """Return prompts of distinct questions that the verifier samples as the user's turn."""
-    writer = Writer(model, turns.ends, recipe.question_tokens)
     special = set(turns.tokenizer.all_special_ids)
     asked: dict[tuple[int, ...], None] = {}
     batches = -(-count * 5 // 4 // recipe.rows)  # a fifth is expected to be too long, or asked twice
     for batch in range(batches):
         if len(asked) >= count:
             break
-        texts = writer.write([TextStart(turns.before, 1.0)] * recipe.rows, recipe.seed + batch + 1)
+        starts = [TextStart(turns.before, 1.0)] * recipe.rows
+        texts = write(starts, recipe.question_tokens, recipe.seed + batch + 1)
         for text in split(texts.lengths, texts.tokens):
             question = text[len(turns.before) :].tolist()
             if question[-1] in turns.ends and len(question) > 5 and not special & set(question[:-1]):
@@ -242,7 +256,7 @@ def _states_of_texts(model: Any, texts: Sequence[NDArray[Any]], names: tuple[str
         some, order = order[-most:], order[:-most]
         rows = [torch.from_numpy(texts[i].astype(np.int64)) for i in some]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
-        arrays = states_of(*run_verifier(model, tokens, names)).to_numpy()
+        arrays = states_of_tokens(model, tokens, names).to_numpy()
         for row, index in enumerate(some):
             found[index] = {name: array[row, : len(texts[index])].copy() for name, array in arrays.items()}
     return {name: np.concatenate([states[name] for states in found]) for name in found[0]}

@@ -54,6 +54,10 @@ class Written:
     states: dict[str, NDArray[Any]]
 
 
+Write = Callable[[Sequence[TextStart], int, int], Written]
+"""Continues prompts, none of them empty, by at most so many tokens, and with a seed. `Writer` is one way to do so."""
+
+
 class Writer:
     """Continues prompts up to a token of `ends`, or by `new_tokens` tokens."""
 

@@ -42,7 +42,6 @@ class BlockConfig(LayerConfig):
     causal, anchor_predicts, confidence: see the module's documentation.
     token_rank:      numbers of a row of W_1; 0 for none.
     head_norms:      True for RMSNorm of each head's queries and keys, as Qwen3 has.
-    qkv_bias:        True for biases of queries, keys and values, as Qwen2 has.
     hidden_states:   the verifier's hidden states of a row of context.
     """
 
@@ -53,7 +52,6 @@ class BlockConfig(LayerConfig):
     token_rank: int = 0
     confidence: bool = False
     head_norms: bool = False
-    qkv_bias: bool = False
     hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
 
     def __post_init__(self) -> None:
@@ -76,10 +74,6 @@ class BlockLayer(DrafterLayer):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
-        if config.qkv_bias:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                product: nn.Linear = getattr(self, name)
-                setattr(self, name, nn.Linear(product.in_features, product.out_features))
         size, eps = config.head_dim, config.rms_norm_eps
         self.q_norm = nn.RMSNorm(size, eps=eps) if config.head_norms else None
         self.k_norm = nn.RMSNorm(size, eps=eps) if config.head_norms else None

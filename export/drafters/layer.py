@@ -70,7 +70,10 @@ class DrafterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig(DrafterConfig):
-    """Shape of a drafter's own layer, next to the fields of every drafter."""
+    """Shape of a drafter's own layer, next to the fields of every drafter.
+
+    qkv_bias: True for biases of queries, keys and values, as Qwen2 has.
+    """
 
     intermediate_size: int
     heads: int
@@ -78,6 +81,7 @@ class LayerConfig(DrafterConfig):
     head_dim: int
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,9 +166,9 @@ class DrafterLayer(nn.Module):
         kv_width, inputs = config.kv_heads * config.head_dim, inputs or config.hidden_size
         self.config, self.outputs = config, outputs
         self.input_norm = nn.RMSNorm(inputs, eps=config.rms_norm_eps) if input_norm else None
-        self.q_proj = nn.Linear(inputs, width, bias=False)
-        self.k_proj = nn.Linear(inputs, kv_width, bias=False)
-        self.v_proj = nn.Linear(inputs, kv_width, bias=False)
+        self.q_proj = nn.Linear(inputs, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, n, bias=False)
         self.mlp_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(n, config.intermediate_size, bias=False)

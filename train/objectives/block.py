@@ -14,7 +14,7 @@ from redraft.export.graph.decoder import check_hidden_states
 from redraft.methods import Method, Row
 from redraft.train.batches import Batch
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
-from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_layers
+from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_layers, has_qkv_bias
 from redraft.train.training import Start, Training, table_of
 from redraft.train.verifier_model import VerifierModel
 
@@ -79,7 +79,7 @@ class BlockTraining(Training):
         layer = verifier.model.get_decoder().layers[-1].state_dict()
         kind: dict[str, Any] = {
             "head_norms": "self_attn.q_norm.weight" in layer,
-            "qkv_bias": "self_attn.q_proj.bias" in layer,
+            "qkv_bias": has_qkv_bias(verifier),
             "confidence": table.confidence > 0,
         }
         if table.token_rank:
