@@ -48,7 +48,7 @@ from .token_tree import Tree
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 RESAMPLE_BATCH = names.batch(LYANNA_RESAMPLE)
-TRAINED = replace(CONFIG, draft_vocab_size=23, chain_projection=True)
+TRAINED = replace(CONFIG, draft_vocab_size=23, chain_projection=True, qkv_bias=True)
 FEW = replace(CONFIG, steps=4, first_token=False, draft_logit_scale=1.0, logit_scale=1.0, head_dim=8)
 EXPORTS = {
     "whole": (CONFIG, {}),
@@ -58,7 +58,7 @@ EXPORTS = {
 }
 """The whole vocabulary, three steps and a tree cut from eleven nodes to nine; four wider steps without first token and
 scales, built for the twenty most frequent tokens; a draft vocabulary of 23 tokens that was trained, a projected chain,
-resampled trees as large as possible and a factorized head; the same in 8 bits. Each has another form of token
+biases, resampled trees as large as possible and a factorized head; the same in 8 bits. Each has another form of token
 information."""
 Exports = Callable[[str], Exported]
 

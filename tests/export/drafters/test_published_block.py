@@ -135,6 +135,7 @@ def with_tensor(made: Made, name: str, tensor: torch.Tensor) -> Made:
         (lambda: with_values(z_lab(), block_size=1), "block_size 1 is no number of a block's rows"),
         (lambda: with_values(z_lab(), hidden_act="gelu"), "has the activation 'gelu', which redraft's drafters do not"),
         (lambda: z_lab(target_hidden_size=64), f"has hidden states of width 64, the verifier has {N}"),
+        (lambda: deepspec(markov_rank="many"), "markov_rank 'many' is no number of columns"),
         (lambda: deepspec(markov_head_type="rnn"), "has a Markov head of type 'rnn', which redraft's drafters do not"),
         (lambda: with_tensor(z_lab(), "gate.weight", draw(3)), r"surplus gate\.weight; give the checkpoint that its"),
         (lambda: (z_lab()[0], block_tensors(1, 3)), r"missing layers\.1\.input_layernorm\.weight"),

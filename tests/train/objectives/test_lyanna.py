@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig
@@ -14,6 +15,7 @@ from redraft.train.mtp import MtpModule, load_mtp
 from redraft.train.objectives import find_training
 from redraft.train.objectives.lyanna import LyannaObjective, LyannaTable, chains, start_from_layer, start_from_mtp
 from redraft.train.states import run_verifier
+from redraft.train.verifier_model import VerifierModel
 
 from .by_hand import ExplicitAttention, check_loss, some_tokens, texts, token_loss
 
@@ -171,6 +173,20 @@ def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
     assert F.mse_loss(later, wanted) < spread
     with pytest.raises(UsageError, match=r"drafter.init: layer.* does not fit"):
         start_from_layer(fresh(verifier, heads=4), verifier, [])
+
+
+def test_a_start_from_the_last_layer_of_a_qwen_has_its_biases():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=90, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2)
+    model = Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=1, **sizes)).eval()
+    for layer in model.model.layers:
+        for product in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            torch.nn.init.normal_(product.bias)
+    qwen = VerifierModel(None, model, None, None)
+    drafter = fresh(qwen, init="layer", chain_projection=True)
+    start_from_layer(drafter, qwen, [Batch.whole(torch.arange(48).reshape(2, 24), ("a", "a"), 3)] * 2)
+    assert torch.equal(drafter.layer.k_proj.bias, model.model.layers[-1].self_attn.k_proj.bias)
+    assert fresh(qwen, init="random").layer.k_proj.bias is None
 
 
 def test_a_start_from_a_layer_of_another_form_is_refused(verifier):
