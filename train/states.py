@@ -133,7 +133,8 @@ def run_verifier(
     head = verifier.get_output_embeddings()
     hooks = [head.register_forward_pre_hook(keep(LAST_HIDDEN_STATE))]
     if not every_logit:
-        hooks.append(head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:],)))
+        # Contiguous: torch copies the head's matrix for every text otherwise.
+        hooks.append(head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:].contiguous(),)))
     hooks += [layers[int(n)].register_forward_hook(keep(n)) for n in hidden_states if n != LAST_HIDDEN_STATE]
     try:
         out = verifier(tokens, **{"use_cache": False, **arguments})

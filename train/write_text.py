@@ -45,7 +45,7 @@ QUESTIONS = "questions.npz"
 KINDS = ("chat", "math", "code", "edit", "prose")
 _SORTED = 16  # batches whose prompts are sorted by length together
 _MOST_FREQUENT = 3  # the same question is asked at most so often
-_STATES_TOKENS = 4096  # tokens of a call that computes states of given texts
+_STATES_TOKENS = 1024  # tokens of a call that computes states of given texts; what a layer makes of more leaves the caches
 
 
 @dataclass(frozen=True)

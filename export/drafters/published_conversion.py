@@ -34,7 +34,7 @@ from redraft.export.drafters.published_checks import (
     check_tensors,
     layer_configuration,
 )
-from redraft.export.drafters.published_tensors import D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
+from redraft.export.drafters.published_tensors import BIASES, D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
 
 _LAYER = "transformer_layer_config"
 _FUSION = "fusion.projection.weight"
@@ -91,7 +91,8 @@ def _configuration(
     sizes = verifier_sizes(config, found.vocabulary)
     sizes["logit_scale"] = 1.0 if own_head else model_config.logit_scale(target)
     if published.method == FIRST:
-        return FeatureConfig(**sizes, input_norm=False, own_head=own_head)
+        biased = any(name.endswith("self_attn.q_proj.bias") for name in stored.shapes)
+        return FeatureConfig(**sizes, input_norm=False, own_head=own_head, qkv_bias=biased)
     drafted = int(values.get("draft_vocab_size") or found.vocabulary)
     return FeatureConfig(
         **sizes,
@@ -119,7 +120,8 @@ def _names(
     layer = "midlayer." if third and any(name.startswith("midlayer.") for name in stored.shapes) else "layers.0."
     if speculators and not third:
         layer = "transformer."
-    names = {ours: f"{layer}{theirs}" for ours, theirs in IN_LAYER.items()}
+    in_layer = IN_LAYER | BIASES if config.qkv_bias else IN_LAYER
+    names = {ours: f"{layer}{theirs}" for ours, theirs in in_layer.items()}
     if config.own_head:
         names["head.weight"] = HEAD
     if third:

@@ -25,9 +25,11 @@ IN_LAYER = {
     "layer.up_proj.weight": "mlp.up_proj.weight",
     "layer.down_proj.weight": "mlp.down_proj.weight",
 }
-"""Published names of our parameters, after the layer's prefix."""
+BIASES = {f"layer.{one}_proj.bias": f"self_attn.{one}_proj.bias" for one in "qkv"}
+"""Published names of our parameters, after the layer's prefix. EAGLE's drafters of Qwen2 have the biases (`qkv_bias`)."""
 TENSORS = {
     *(f"{layer}{name}" for layer in ("midlayer.", "layers.0.", "transformer.") for name in IN_LAYER.values()),
+    *(f"layers.0.{name}" for name in BIASES.values()),
     *(f"{layer}{name}.weight" for layer in ("midlayer.", "layers.0.") for name in ("input_layernorm", "hidden_norm")),
     *("fc.weight", "fc.bias", "fusion_fc.weight", "fusion_fc.bias", "norm.weight", "input_norm.weight"),
     *(f"fc_norm.{i}.weight" for i in range(3)),

@@ -100,8 +100,17 @@ def speculators(make: Callable[[], Made], normed_residual: bool = True) -> Case:
     return Case(make, "layers.0.", theta=700.0, normed_residual=normed_residual)
 
 
+def biased() -> Made:
+    """EAGLE's drafter of a Qwen2."""
+    values, tensors = eagle_one(qkv_bias=True)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        tensors[f"layers.0.self_attn.{name}.bias"] = draw(len(tensors[f"layers.0.self_attn.{name}.weight"]))
+    return values, tensors
+
+
 CASES = {
     "one": first(eagle_one),
+    "one with biases": first(biased),
     "one in a bin": first(lambda: eagle_one(False, rope_theta=500.0), theta=500.0, pickled=True),
     "one with a head": first(lambda: with_tensors(eagle_one(), {HEAD: draw(V, N)})),
     "one of speculators": first(speculators_one, "transformer.", "fusion_fc"),
@@ -160,10 +169,12 @@ def reference(
 
     def row(position: int, feature: torch.Tensor, token: int) -> torch.Tensor:
         read, residual = inputs(feature, token)
-        q = (own["self_attn.q_proj.weight"] @ read).view(HEADS, head_dim)
-        k = (own["self_attn.k_proj.weight"] @ read).view(KV_HEADS, head_dim)
+        q, k, v = (
+            (own[f"self_attn.{one}_proj.weight"] @ read + own.get(f"self_attn.{one}_proj.bias", 0.0)).view(-1, head_dim)
+            for one in "qkv"
+        )
         keys.append(torch.stack([rotated(one, position, case.theta) for one in k]))
-        values.append((own["self_attn.v_proj.weight"] @ read).view(KV_HEADS, head_dim))
+        values.append(v)
         heads = []
         for number in range(HEADS):
             kv = number // (HEADS // KV_HEADS)
@@ -438,7 +449,7 @@ LLAMA3 = {
     ("make", "edit", "message"),
     [
         (eagle_one, drop("fc.bias", "layers.0.mlp.up_proj.weight"), r"missing fc\.bias, layers\.0\.mlp\.up_proj"),
-        (eagle_one, put("layers.0.self_attn.q_proj.bias", draw(N)), r"surplus layers\.0\.self_attn\.q_proj\.bias"),
+        (eagle_one, put("layers.0.self_attn.q_proj.bias", draw(N)), r"missing layers\.0\.self_attn\.k_proj\.bias"),
         (lambda: eagle_one(False), put("fc.bias", draw(N)), r"surplus fc\.bias"),
         (eagle_one, put("fc.weight", draw(N, 3 * N)), r"fc\.weight is \[48, 144\], expected \[48, 96\]"),
         (eagle_one, put("embed_tokens.weight", draw(V - 1, N)), r"embed_tokens\.weight is \[96, 48\], expected \[97"),
