@@ -37,6 +37,7 @@ from redraft.bench.peers.base import Asked, Peer, PeerError, PeerModel, PeerSour
 from redraft.bench.peers.figures import figures, markdown, summary
 from redraft.bench.peers.genai import GENAI
 from redraft.bench.peers.huggingface import HUGGING_FACE
+from redraft.bench.peers.llama_drafts import LLAMA_DRAFTS
 from redraft.bench.peers.llamacpp import GIVEN, LLAMA, SLOTS
 from redraft.bench.peers.load import load_figures, load_markdown, take_blocks
 from redraft.bench.peers.openvino import OPENVINO, OPENVINO_SERVER
@@ -51,7 +52,7 @@ from redraft.packages import package_version
 from redraft.runtime import Runtime
 from redraft.runtime.conversation import check_system
 
-PEERS = (GENAI, OPENVINO, LLAMA, GIVEN, HUGGING_FACE)
+PEERS = (GENAI, OPENVINO, LLAMA, GIVEN, LLAMA_DRAFTS, HUGGING_FACE)
 SERVERS = (OPENVINO_SERVER, SLOTS)
 """Peers that continue several prompts at once."""
 Workers = Mapping[Key, Worker]

@@ -40,7 +40,7 @@ class LlamaDecoder:
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         options: dict[str, Any] = {
-            "n_ctx": _rounded(model.context + LOOKUP["num_pred_tokens"]),
+            "n_ctx": rounded(model.context + LOOKUP["num_pred_tokens"]),
             "n_threads": model.threads,
             "n_threads_batch": model.threads,
             "flash_attn": True,
@@ -78,7 +78,7 @@ class LlamaServer:
 
         self._clients = model.max_num_seqs
         options: dict[str, Any] = {
-            "n_ctx": _rounded(model.context) * model.max_num_seqs,
+            "n_ctx": rounded(model.context) * model.max_num_seqs,
             "n_parallel": model.max_num_seqs,
             "cache_ram_mib": 0,
             "verbosity": 1,
@@ -118,7 +118,8 @@ class LlamaServer:
         return found
 
 
-def _rounded(context: int) -> int:
+def rounded(context: int) -> int:
+    """Return the context that llama.cpp makes of one."""
     return -(-context // _STEP) * _STEP
 
 

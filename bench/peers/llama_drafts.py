@@ -1,0 +1,85 @@
+"""llama.cpp's server with its own ways to draft, one prompt at a time, inside this process through xllamacpp.
+
+It reads the checkpoint's GGUF file as it is, next to bundles of 8 and of 4 bits. The server sends text, which the checkpoint's tokenizer reads
+again: an answer whose tokens are not those of its text counts as different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError, PeerModel, PeerSource
+from redraft.bench.peers.llamacpp import FILE, SLOTS, gguf_file, rounded
+from redraft.config import Precision
+from redraft.names import TOKENIZER_FILE
+
+MATCHED, DRAFTED = 3, 4
+"""Tokens of an n-gram, and of a draft. llama.cpp's defaults, 12 and 48, are for GPUs."""
+KINDS = {NGRAM: "ngram_simple", "ngram map": "ngram_map_k", "ngram cache": "ngram_cache"}
+"""llama.cpp's names of its lookups: in the text by one n-gram, in a map of all n-grams, by several lengths."""
+
+
+class LlamaDrafts:
+    """An open file, once for each mode; all share its pages."""
+
+    def __init__(self, model: PeerModel) -> None:
+        import xllamacpp
+
+        self._cpp = xllamacpp
+        self._tokenizer = Tokenizer.from_file(str(model.path / TOKENIZER_FILE))
+        self.modes = (PLAIN, *KINDS, *((DRAFT,) if model.draft is not None else ()))
+        self._servers = {mode: xllamacpp.Server(self._params(mode, model)) for mode in self.modes}
+        build = xllamacpp.get_system_info().strip(" |")
+        self.settings = {"n_threads": model.threads, "matched": MATCHED, "drafted": DRAFTED, "build": build}
+
+    def _params(self, mode: str, model: PeerModel) -> Any:
+        params = self._cpp.CommonParams()
+        params.model.path = str(model.path / FILE)
+        params.n_ctx, params.n_parallel, params.cache_ram_mib, params.verbosity = rounded(model.context), 1, 0, 1
+        drafts = params.speculative
+        for threads in (params.cpuparams, params.cpuparams_batch, drafts.draft.cpuparams, drafts.draft.cpuparams_batch):
+            threads.n_threads = model.threads
+        if mode == PLAIN:
+            return params
+        kind = KINDS.get(mode, "draft_simple")
+        drafts.types = [getattr(self._cpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")]
+        if mode == DRAFT:
+            assert model.draft is not None
+            drafts.draft.mparams.path, drafts.draft.n_max = str(model.draft / FILE), DRAFTED
+        elif kind != "ngram_cache":  # which has no settings
+            lookup = getattr(drafts, kind)
+            lookup.size_n, lookup.size_m = MATCHED, DRAFTED
+        return params
+
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
+        """See `Decoder.decode`. The time is the server's own."""
+        request = {"prompt": list(token_ids), "n_predict": count, "ignore_eos": True, "cache_prompt": False}
+        answers: list[dict[str, Any]] = []
+        self._servers[mode].handle_completions({**request, "temperature": 0.0, "top_k": 1}, answers.append)
+        answer = answers[-1] if answers else {}
+        if "choices" not in answer:
+            raise PeerError(f"llama.cpp's server answered {answer.get('error', answer)}")
+        timings = answer["timings"]
+        if timings["predicted_n"] != count:
+            raise PeerError(f"llama.cpp's server wrote {timings['predicted_n']} tokens, not {count}")
+        found = self._tokenizer.encode(answer["choices"][0]["text"], add_special_tokens=False).ids[:count]
+        return Decoded((*found, *[-1] * (count - len(found))), timings["predicted_ms"] / 1e3)
+
+
+def link(source: PeerSource, precision: Precision, folder: Path) -> None:
+    """Link the checkpoint's GGUF file and tokenizer. Raises PeerError if one is missing."""
+    tokenizer = source.checkpoint / TOKENIZER_FILE
+    if not tokenizer.is_file():
+        raise PeerError(f"{source.checkpoint} has no {TOKENIZER_FILE}", "give a folder in Hugging Face's form")
+    (folder / FILE).symlink_to(gguf_file(source.checkpoint).resolve())
+    (folder / TOKENIZER_FILE).symlink_to(tokenizer.resolve())
+
+
+LLAMA_DRAFTS = replace(
+    SLOTS, formats=dict.fromkeys(("int8", "int4"), "the file itself"), convert=link, open=LlamaDrafts, pairs=True
+)

@@ -1,0 +1,93 @@
+"""llama.cpp's server as a decoder of one prompt, with a stand-in for its library."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.little import write_tokenizer
+
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerError, PeerModel, PeerSource, converted
+from redraft.bench.peers.llama_drafts import LLAMA_DRAFTS, LlamaDrafts
+from redraft.bench.peers.llamacpp import FILE
+
+MODES = (PLAIN, NGRAM, "ngram map", "ngram cache")
+
+
+class FakeServer:
+    """Answers with three letters, by what it was opened with."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def handle_completions(self, request: Any, heard: Any) -> None:
+        assert (request["ignore_eos"], request["cache_prompt"], request["temperature"]) == (True, False, 0.0)
+        if request["prompt"] == [9]:
+            heard({"error": {"message": "too long"}})
+            return
+        written = 2 if request["prompt"] == [8] else request["n_predict"]
+        heard({"choices": [{"text": "abc"}], "timings": {"predicted_n": written, "predicted_ms": 250.0}})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, and the library."""
+
+    def params() -> SimpleNamespace:
+        names = ("ngram_simple", "ngram_map_k", "ngram_cache", "mparams", "cpuparams", "cpuparams_batch")
+        parts = {name: SimpleNamespace() for name in names}
+        draft = SimpleNamespace(**{name: SimpleNamespace() for name in names[3:]})
+        return SimpleNamespace(model=SimpleNamespace(), speculative=SimpleNamespace(draft=draft, types=[], **parts), **parts)
+
+    cpp = ModuleType("xllamacpp")
+    kinds = ("NGRAM_SIMPLE", "NGRAM_MAP_K", "NGRAM_CACHE", "DRAFT_SIMPLE")
+    cpp.common_speculative_type = SimpleNamespace(**{f"COMMON_SPECULATIVE_TYPE_{kind}": kind for kind in kinds})
+    cpp.CommonParams, cpp.Server, cpp.get_system_info = params, FakeServer, lambda: "CPU : AVX2 = 1 | "
+    monkeypatch.setitem(sys.modules, "xllamacpp", cpp)
+    monkeypatch.setattr("redraft.bench.peers.base.package_version", lambda name: "1")
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    write_tokenizer(checkpoint)
+    (checkpoint / "some.gguf").write_text("weights")
+    return checkpoint
+
+
+def model_of(folder: Path, draft: Path | None = None) -> PeerModel:
+    path = converted(LLAMA_DRAFTS, PeerSource(folder, Path("none")), "int4", folder.parent / "keep")
+    assert (path / FILE).read_text() == "weights"
+    return PeerModel(path, "int4", threads=3, context=300, draft=draft)
+
+
+def test_each_mode_drafts_in_its_own_way(folder: Path) -> None:
+    decoder = LlamaDrafts(model_of(folder, draft=Path("small")))
+    assert decoder.modes == (*MODES, DRAFT)
+    params = {mode: server.params for mode, server in decoder._servers.items()}
+    assert params[PLAIN].speculative.types == []
+    assert [params[mode].speculative.types for mode in decoder.modes[1:]] == [
+        ["NGRAM_SIMPLE"], ["NGRAM_MAP_K"], ["NGRAM_CACHE"], ["DRAFT_SIMPLE"]
+    ]  # fmt: skip
+    assert (params[NGRAM].speculative.ngram_simple.size_n, params[NGRAM].speculative.ngram_simple.size_m) == (3, 4)
+    assert params[DRAFT].speculative.draft.mparams.path == f"small/{FILE}"
+    assert {one.n_ctx for one in params.values()} == {512}
+    assert {one.speculative.draft.cpuparams.n_threads for one in params.values()} == {3}
+    assert LlamaDrafts(model_of(folder)).modes == MODES
+
+
+def test_answers_are_tokens_of_their_text(folder: Path) -> None:
+    decoder = LlamaDrafts(model_of(folder))
+    found = decoder.decode(NGRAM, [5], 3)
+    assert (found.token_ids, found.seconds) == ((3, 4, 5), 0.25)
+    assert decoder.decode(PLAIN, [5], 4).token_ids == (3, 4, 5, -1)
+    with pytest.raises(PeerError, match="too long"):
+        decoder.decode(PLAIN, [9], 3)
+    with pytest.raises(PeerError, match="wrote 2 tokens, not 3"):
+        decoder.decode(PLAIN, [8], 3)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(PeerError, match="has no tokenizer.json"):
+        model_of(folder)
