@@ -96,8 +96,8 @@ def states_of(hidden: Mapping[str, torch.Tensor], logits: torch.Tensor) -> State
 def states_of_tokens(verifier: Any, tokens: torch.Tensor, hidden_states: Sequence[str]) -> States:
     """Return the states of tokens [B, L].
 
-    The head's product is taken for a few positions at a time, since all logits of a call may be gigabytes. The head must
-    be as `verifier_model.open_verifier` checks it.
+    The head's product is taken for a few positions at a time, since all logits of a call may be gigabytes. The head
+    must be as `verifier_model.open_verifier` checks it.
     """
     names = dict.fromkeys((LAST_HIDDEN_STATE, *hidden_states))
     hidden, _ = run_verifier(verifier, tokens, tuple(names), every_logit=False)

@@ -45,7 +45,9 @@ QUESTIONS = "questions.npz"
 KINDS = ("chat", "math", "code", "edit", "prose")
 _SORTED = 16  # batches whose prompts are sorted by length together
 _MOST_FREQUENT = 3  # the same question is asked at most so often
-_STATES_TOKENS = 1024  # tokens of a call that computes states of given texts; what a layer makes of more leaves the caches
+_STATES_TOKENS = (
+    1024  # tokens of a call that computes states of given texts; what a layer makes of more leaves the caches
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ Progress = Callable[[str, int, int, int], None]
 """Stage, batches done, batches in all, tokens of this batch."""
 
 
-def write_text(
+def write_text(  # noqa: PLR0913 - the options of a command
     verifier: VerifierModel, corpora: Mapping[str, Corpus], recipe: TextRecipe, out: Path,
     progress: Progress = lambda stage, done, of, tokens: None, warn: Callable[[str], None] = print,
     write: Write | None = None,

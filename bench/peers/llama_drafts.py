@@ -1,7 +1,7 @@
 """llama.cpp's server with its own ways to draft, one prompt at a time, inside this process through xllamacpp.
 
-It reads the checkpoint's GGUF file as it is, next to bundles of 8 and of 4 bits. The server sends text, which the checkpoint's tokenizer reads
-again: an answer whose tokens are not those of its text counts as different.
+It reads the checkpoint's GGUF file as it is, next to bundles of 8 and of 4 bits. The server sends text, which the
+checkpoint's tokenizer reads again: an answer whose tokens are not those of its text counts as different.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ IN_LAYER = {
     "layer.down_proj.weight": "mlp.down_proj.weight",
 }
 BIASES = {f"layer.{one}_proj.bias": f"self_attn.{one}_proj.bias" for one in "qkv"}
-"""Published names of our parameters, after the layer's prefix. EAGLE's drafters of Qwen2 have the biases (`qkv_bias`)."""
+"""Published names of biases, which EAGLE's drafters of Qwen2 have (`qkv_bias`)."""
 TENSORS = {
     *(f"{layer}{name}" for layer in ("midlayer.", "layers.0.", "transformer.") for name in IN_LAYER.values()),
     *(f"layers.0.{name}" for name in BIASES.values()),

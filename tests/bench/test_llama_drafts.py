@@ -40,7 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         names = ("ngram_simple", "ngram_map_k", "ngram_cache", "mparams", "cpuparams", "cpuparams_batch")
         parts = {name: SimpleNamespace() for name in names}
         draft = SimpleNamespace(**{name: SimpleNamespace() for name in names[3:]})
-        return SimpleNamespace(model=SimpleNamespace(), speculative=SimpleNamespace(draft=draft, types=[], **parts), **parts)
+        return SimpleNamespace(
+            model=SimpleNamespace(), speculative=SimpleNamespace(draft=draft, types=[], **parts), **parts
+        )
 
     cpp = ModuleType("xllamacpp")
     kinds = ("NGRAM_SIMPLE", "NGRAM_MAP_K", "NGRAM_CACHE", "DRAFT_SIMPLE")
@@ -89,5 +91,5 @@ def test_answers_are_tokens_of_their_text(folder: Path) -> None:
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(PeerError, match="has no tokenizer.json"):
+    with pytest.raises(PeerError, match="has no tokenizer"):
         model_of(folder)

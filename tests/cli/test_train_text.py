@@ -6,19 +6,24 @@ import json
 
 import numpy as np
 import pytest
+from tests.little import write_checkpoint
 from typer.testing import CliRunner
 
 from redraft.cli.main import app
 from redraft.train.text_shards import Shards
-from tests.little import write_checkpoint
 
-RECIPE = "greedy = {greedy}\nnew_tokens = 9\nrows = 5\nheld_out_every = 3\nhidden_states = {states}\n[texts]\nmath = 7\n"
+RECIPE = (
+    "greedy = {greedy}\nnew_tokens = 9\nrows = 5\nheld_out_every = 3\nhidden_states = {states}\n[texts]\nmath = 7\n"
+)
 
 
 @pytest.fixture
 def write(checkpoint, tmp_path):
     """Write texts about word problems, with options of the command. Returns the result and the only arrays."""
-    problems = [{"question": "how many are {} and {}".format(*"abcdefghijklmnopqrst"[i:i+2]), "answer": "some " * 40} for i in range(18)]
+    problems = [
+        {"question": "how many are {} and {}".format(*"abcdefghijklmnopqrst"[i : i + 2]), "answer": "some " * 40}
+        for i in range(18)
+    ]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)), encoding="utf-8")
 
     def call(name, *options, greedy=1.0, states="[]", verifier=checkpoint):
