@@ -184,18 +184,19 @@ def text(
     bundle: Annotated[
         Path | None, typer.Option(help="A bundle of this verifier, whose engines write, several times as fast.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Texts that the bundle writes at once.")] = 64,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Texts that the bundle writes at once; 64 by default.")
+    ] = None,
     device: DeviceOption = "cpu",
     dtype: Dtype = "auto",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Let a chat verifier answer questions, as text to train its drafters on; keeps its hidden states."""
-    from redraft.cli.engine_writer import open_writer
     from redraft.errors import UsageError
     from redraft.train.data import load_corpus, parse_sources
     from redraft.train.text_shards import Shards
-    from redraft.train.write_text import TextRecipe, write_text, written_tokens
+    from redraft.train.write_text import TextRecipe, check_engines, write_text, written_tokens
 
     recipe, sources = TextRecipe.load(config), parse_sources(data or [])
     if set(sources) != set(recipe.data_kinds):
@@ -203,6 +204,10 @@ def text(
             f"--data gives {sorted(sources)}, the recipe asks about {sorted(recipe.data_kinds)}",
             "give one --data KIND=SOURCE for each",
         )
+    if bundle is not None:
+        check_engines(recipe)
+    elif max_num_seqs is not None:
+        raise UsageError("--max-num-seqs belongs to --bundle", "give --bundle too, or set `rows` in the recipe")
     corpora = {kind: load_corpus(kind, source, recipe.held_out_every) for kind, source in sources.items()}
     _use_threads(threads)
     model = _open_verifier(verifier, device, dtype)
@@ -210,8 +215,10 @@ def text(
     if bundle is None:
         write_text(model, corpora, recipe, out, *told)
     else:
-        with open_writer(bundle, model.identity, max_num_seqs, threads) as write:
-            write_text(model, corpora, recipe, out, *told, write)
+        from redraft.cli.engine_writer import open_engines
+
+        with open_engines(bundle, model.identity, max_num_seqs or 64, threads) as engines:
+            write_text(model, corpora, recipe, out, *told, engines)
     tokens = dict(written_tokens(Shards(out)))
     _report({"out": str(out), "tokens": tokens}, f"{sum(tokens.values()):,} tokens in {out}: {tokens}", as_json)
 

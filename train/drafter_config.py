@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from redraft.errors import UsageError
 from redraft.records import PositiveInt
 from redraft.train.config import Recipe
+
+if TYPE_CHECKING:
+    from redraft.train.verifier_model import VerifierModel
 
 Init = Literal["random", "layer", "layers", "mtp", "features"]
 """The initial weights of a new drafter."""
@@ -79,11 +82,11 @@ class LayerTable(DrafterTable):
     kv_heads: int = 0
     head_dim: int = 0
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The fields of a `LayerConfig` that the table has, and the size of the draft vocabulary."""
+    def sizes(self, verifier: VerifierModel) -> dict[str, int]:
+        """Return fields of a `LayerConfig`: the table's, the draft vocabulary, and biases as the verifier's."""
         names = ("intermediate_size", "heads", "kv_heads", "head_dim")
-        return {**{name: getattr(self, name) for name in names}, "draft_vocab_size": self.draft_vocabulary}
+        own = {name: getattr(self, name) for name in names}
+        return {**own, "draft_vocab_size": self.draft_vocabulary, "qkv_bias": verifier.qkv_bias}
 
 
 @dataclass(frozen=True)

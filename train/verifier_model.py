@@ -69,6 +69,11 @@ class VerifierModel:
         return int(self.config.num_hidden_layers)
 
     @property
+    def qkv_bias(self) -> bool:
+        """True if layers add biases to queries, keys and values, as Qwen2's do."""
+        return any(name.endswith("self_attn.q_proj.bias") for name, _ in self.model.named_parameters())
+
+    @property
     def max_positions(self) -> int | None:
         """The longest text, if the configuration has a limit."""
         return getattr(self.config, "max_position_embeddings", None)

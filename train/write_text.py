@@ -39,15 +39,14 @@ from redraft.train.text_shards import (
     split,
 )
 from redraft.train.verifier_model import VerifierModel
-from redraft.train.writer import TextStart, Write, Writer
+from redraft.train.writer import Engines, TextStart, Write, Writer
 
 QUESTIONS = "questions.npz"
 KINDS = ("chat", "math", "code", "edit", "prose")
 _SORTED = 16  # batches whose prompts are sorted by length together
 _MOST_FREQUENT = 3  # the same question is asked at most so often
-_STATES_TOKENS = (
-    1024  # tokens of a call that computes states of given texts; what a layer makes of more leaves the caches
-)
+_STATES_TOKENS = 1024
+"""Tokens of a call that computes states of given texts. A layer's outputs of more leave a CPU's caches."""
 
 
 @dataclass(frozen=True)
@@ -97,29 +96,27 @@ Progress = Callable[[str, int, int, int], None]
 def write_text(  # noqa: PLR0913 - the options of a command
     verifier: VerifierModel, corpora: Mapping[str, Corpus], recipe: TextRecipe, out: Path,
     progress: Progress = lambda stage, done, of, tokens: None, warn: Callable[[str], None] = print,
-    write: Write | None = None,
+    engines: Engines | None = None,
 ) -> None:  # fmt: skip
     """Write the texts of a recipe into `out`, or continue to.
 
-    write: engines that write in place of the verifier's modules; they keep no hidden states.
+    engines: they write in place of the verifier's modules.
     If the disk has too little space for states, only tokens are kept, and `warn` gets a line. Raises TrainingError if
-    `out` holds texts of another recipe, verifier or data, and UsageError if engines are to keep hidden states.
+    `out` holds texts of another recipe, verifier, data or engines, and UsageError if engines are to keep states.
     """
-    if write is not None and recipe.hidden_states:
-        raise UsageError(
-            "engines keep no hidden states of the texts that they write",
-            "set hidden_states = [] in the recipe, then let `redraft train states` compute them",
-        )
+    if engines is not None:
+        check_engines(recipe)
     turns = ChatTurns.of(str(verifier.texts), verifier.ends)
     facts = {
         "recipe": to_plain(recipe),
         "verifier": to_plain(verifier.identity),
         "data": {kind: corpora[kind].digest() for kind in recipe.data_kinds},
+        "engines": engines and engines.name,
     }
     decoder.check_hidden_states(recipe.hidden_states, verifier.layers)
     _begin(out, facts | (FORM if recipe.hidden_states else {}))
     if not (out / QUESTIONS).exists():
-        save_packed(out / QUESTIONS, _questions_in_order(verifier, turns, corpora, recipe, progress, write))
+        save_packed(out / QUESTIONS, _questions_in_order(verifier, turns, corpora, recipe, progress, engines))
     asked = load_packed(out / QUESTIONS)
     prompts = [
         TextStart(tuple(tokens.tolist()), float(temperature))
@@ -137,8 +134,8 @@ def write_text(  # noqa: PLR0913 - the options of a command
         if kept and not shards.fits(needed):
             warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
             kept = ()
-        continued = write or _by_modules(verifier, turns, kept)
-        written = continued(prompts[some], recipe.new_tokens, recipe.seed + index)
+        write = engines.write if engines else _by_modules(verifier, kept)
+        written = write(prompts[some], turns.ends, recipe.new_tokens, recipe.seed + index)
         tokens = written.tokens.astype(np.uint32)
         texts: dict[str, NDArray[Any]] = {"tokens": tokens, "lengths": written.lengths, "prompts": written.prompts}
         about = {name: asked[name][some] for name in ("kinds", "temperatures")}
@@ -146,9 +143,18 @@ def write_text(  # noqa: PLR0913 - the options of a command
         progress("texts", index + 1, len(batches), int((written.lengths - written.prompts).sum()))
 
 
-def _by_modules(verifier: VerifierModel, turns: ChatTurns, kept: tuple[str, ...] = ()) -> Write:
+def check_engines(recipe: TextRecipe) -> None:
+    """Raise UsageError for a recipe whose texts engines cannot write."""
+    if recipe.hidden_states:
+        raise UsageError(
+            "engines keep no hidden states of the texts that they write",
+            "take a recipe with hidden_states = []; later `redraft train pack` and `redraft train states` compute them",
+        )
+
+
+def _by_modules(verifier: VerifierModel, kept: tuple[str, ...] = ()) -> Write:
     """Return what the verifier's modules write, with these hidden states."""
-    return lambda prompts, new_tokens, seed: Writer(verifier.model, turns.ends, new_tokens, kept).write(prompts, seed)
+    return lambda prompts, ends, new_tokens, seed: Writer(verifier.model, ends, new_tokens, kept).write(prompts, seed)
 
 
 def _begin(out: Path, facts: Mapping[str, Any]) -> None:
@@ -170,15 +176,17 @@ def _bytes_of(tokens: int, hidden_states: int, width: int) -> int:
 
 def _questions_in_order(
     verifier: VerifierModel, turns: ChatTurns, corpora: Mapping[str, Corpus], recipe: TextRecipe, progress: Progress,
-    write: Write | None,
+    engines: Engines | None,
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Return prompts, kinds and temperatures in the order of writing: batches of similar lengths, in random order."""
     rng = np.random.Generator(np.random.PCG64(recipe.seed))
-    longest = (verifier.max_positions or sys.maxsize) - recipe.new_tokens
+    most = min(verifier.max_positions or sys.maxsize, engines.max_positions if engines else sys.maxsize)
+    longest = most - recipe.new_tokens
+    write = engines.write if engines else _by_modules(verifier)
     asked: list[tuple[str, tuple[int, ...]]] = []
     for kind, count in recipe.texts.items():
         if kind == "chat":
-            prompts = _asked_by_itself(write or _by_modules(verifier, turns), turns, count, recipe, progress)
+            prompts = _asked_by_itself(write, turns, count, recipe, progress)
         else:
             prompts = [turns.ask(question) for question in questions_of(kind, corpora[kind].train, count, rng)]
         fitting = [tokens for tokens in prompts if len(tokens) <= longest]
@@ -209,7 +217,7 @@ def _asked_by_itself(
         if len(asked) >= count:
             break
         starts = [TextStart(turns.before, 1.0)] * recipe.rows
-        texts = write(starts, recipe.question_tokens, recipe.seed + batch + 1)
+        texts = write(starts, turns.ends, recipe.question_tokens, recipe.seed + batch + 1)
         for text in split(texts.lengths, texts.tokens):
             question = text[len(turns.before) :].tolist()
             if question[-1] in turns.ends and len(question) > 5 and not special & set(question[:-1]):

@@ -54,8 +54,21 @@ class Written:
     states: dict[str, NDArray[Any]]
 
 
-Write = Callable[[Sequence[TextStart], int, int], Written]
-"""Continues prompts, none of them empty, by at most so many tokens, and with a seed. `Writer` is one way to do so."""
+Write = Callable[[Sequence[TextStart], frozenset[int], int, int], Written]
+"""Continues prompts, none of them empty, up to one of these tokens or by at most so many, with a seed."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines that write in place of a verifier's modules.
+
+    write: keeps no states.   max_positions: longest prompt with its answer.
+    name:  of their build, for the record of the texts.
+    """
+
+    write: Write
+    max_positions: int
+    name: str
 
 
 class Writer:

@@ -135,7 +135,7 @@ class Peer:
     name:    of its rows, without spaces.   package: whose version the figures name.   install: a command.
     formats: how its models are called, by precision. Other precisions are not offered.
     convert: writes the model of a precision into an empty folder.
-    pairs:   True if it can decode with a draft model.
+    pairs:   the files that a draft model's checkpoint must have, as a pattern; empty if it cannot decode with one.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Peer:
     formats: Mapping[Precision, str]
     convert: Callable[[PeerSource, Precision, Path], None]
     open: Callable[[PeerModel], Decoder | Server]
-    pairs: bool = False
+    pairs: str = ""
 
     @property
     def installed(self) -> bool:
@@ -159,7 +159,7 @@ def open_peer(peer: Peer, source: PeerSource, keep: Path, model: PeerModel) -> D
     model: how to open it. Its paths are found here.
     """
     draft = None
-    if source.draft is not None and peer.pairs:
+    if source.draft is not None and peer.pairs and any(source.draft.glob(peer.pairs)):
         draft = converted(peer, replace(source, checkpoint=source.draft), model.precision, keep / "draft")
     return peer.open(replace(model, path=converted(peer, source, model.precision, keep), draft=draft))
 

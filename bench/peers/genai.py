@@ -92,5 +92,5 @@ GENAI = Peer(
     formats={"fp32": "builder -p fp32", "int8": "builder -p int8", "int4": "builder -p int4"},
     convert=convert,
     open=GenaiDecoder,
-    pairs=True,
+    pairs="config.json",
 )

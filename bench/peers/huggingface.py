@@ -80,5 +80,5 @@ HUGGING_FACE = Peer(
     formats={"fp32": "the checkpoint"},
     convert=link,
     open=HuggingFaceDecoder,
-    pairs=True,
+    pairs="config.json",
 )

@@ -1,7 +1,8 @@
 """llama.cpp's server with its own ways to draft, one prompt at a time, inside this process through xllamacpp.
 
-It reads the checkpoint's GGUF file as it is, next to bundles of 8 and of 4 bits. The server sends text, which the
-checkpoint's tokenizer reads again: an answer whose tokens are not those of its text counts as different.
+It reads the checkpoint's GGUF file of 4 bits as it is, next to bundles of 8 and of 4 bits that were built from it. The
+server sends text, which the checkpoint's tokenizer reads again: an answer whose tokens are not those of its text counts
+as different.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError, PeerModel, PeerSource
-from redraft.bench.peers.llamacpp import FILE, SLOTS, gguf_file, rounded
+from redraft.bench.peers.llamacpp import FILE, SLOTS, check_4_bits, gguf_file, rounded
 from redraft.config import Precision
+from redraft.export.gguf.file import read_header
 from redraft.names import TOKENIZER_FILE
 
 MATCHED, DRAFTED = 3, 4
 """Tokens of an n-gram, and of a draft. llama.cpp's defaults, 12 and 48, are for GPUs."""
-KINDS = {NGRAM: "ngram_simple", "ngram map": "ngram_map_k", "ngram cache": "ngram_cache"}
-"""llama.cpp's names of its lookups: in the text by one n-gram, in a map of all n-grams, by several lengths."""
+KINDS = {NGRAM: "ngram_simple", "ngram map": "ngram_map_k"}
+"""llama.cpp's names of its lookups: in the text, and in a map of its n-grams. Its n-gram cache keeps those of earlier
+prompts, so it is left out."""
 
 
 class LlamaDrafts:
-    """An open file, once for each mode; all share its pages."""
+    """An open file, once for each mode."""
 
     def __init__(self, model: PeerModel) -> None:
         import xllamacpp
@@ -51,13 +54,13 @@ class LlamaDrafts:
         if mode == DRAFT:
             assert model.draft is not None
             drafts.draft.mparams.path, drafts.draft.n_max = str(model.draft / FILE), DRAFTED
-        elif kind != "ngram_cache":  # which has no settings
+        else:
             lookup = getattr(drafts, kind)
             lookup.size_n, lookup.size_m = MATCHED, DRAFTED
         return params
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
-        """See `Decoder.decode`. The time is the server's own."""
+        """Continue a prompt greedily by `count` tokens. The time, from the first to the last, is the server's own."""
         request = {"prompt": list(token_ids), "n_predict": count, "ignore_eos": True, "cache_prompt": False}
         answers: list[dict[str, Any]] = []
         self._servers[mode].handle_completions({**request, "temperature": 0.0, "top_k": 1}, answers.append)
@@ -72,14 +75,21 @@ class LlamaDrafts:
 
 
 def link(source: PeerSource, precision: Precision, folder: Path) -> None:
-    """Link the checkpoint's GGUF file and tokenizer. Raises PeerError if one is missing."""
+    """Link the checkpoint's GGUF file and tokenizer. Raises PeerError if one is missing or the file not of 4 bits."""
     tokenizer = source.checkpoint / TOKENIZER_FILE
     if not tokenizer.is_file():
         raise PeerError(f"{source.checkpoint} has no {TOKENIZER_FILE}", "give a folder in Hugging Face's form")
-    (folder / FILE).symlink_to(gguf_file(source.checkpoint).resolve())
+    given = gguf_file(source.checkpoint).resolve()
+    check_4_bits(given, read_header(given).metadata.get("general.file_type"))
+    (folder / FILE).symlink_to(given)
     (folder / TOKENIZER_FILE).symlink_to(tokenizer.resolve())
 
 
 LLAMA_DRAFTS = replace(
-    SLOTS, formats=dict.fromkeys(("int8", "int4"), "the file itself"), convert=link, open=LlamaDrafts, pairs=True
+    SLOTS,
+    name="llama-server-given",
+    formats=dict.fromkeys(("int8", "int4"), "the file itself"),
+    convert=link,
+    open=LlamaDrafts,
+    pairs="*.gguf",
 )

@@ -143,9 +143,14 @@ def link(source: PeerSource, precision: Precision, folder: Path) -> None:
 
     given = gguf_file(source.checkpoint).resolve()
     found = llama_cpp.Llama(str(given), vocab_only=True, verbose=False).metadata.get("general.file_type")
-    if found not in OF_4_BITS:
-        raise PeerError(f"{given} is not of 4 bits (general.file_type {found})")
+    check_4_bits(given, found)
     (folder / FILE).symlink_to(given)
+
+
+def check_4_bits(file: Path, file_type: object) -> None:
+    """Raise PeerError for a file whose `general.file_type` is not of 4 bits."""
+    if str(file_type) not in OF_4_BITS:
+        raise PeerError(f"{file} is not of 4 bits (general.file_type {file_type})")
 
 
 def gguf_file(checkpoint: Path) -> Path:

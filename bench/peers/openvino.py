@@ -150,6 +150,6 @@ OPENVINO = Peer(
     formats={precision: " ".join(options) for precision, options in OPTIONS.items()},
     convert=convert,
     open=OpenVinoDecoder,
-    pairs=True,
+    pairs="config.json",
 )
-OPENVINO_SERVER = replace(OPENVINO, open=OpenVinoServer, pairs=False)
+OPENVINO_SERVER = replace(OPENVINO, open=OpenVinoServer, pairs="")

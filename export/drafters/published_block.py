@@ -151,8 +151,8 @@ def _configuration(
     path, shape, after_tokens = published.path, decoder_shape(target), published.layout == "deepspec"
     config = layer_configuration(path, values)
     check_sizes(path, {**values, **_nested(values)}, config, target)
-    rank = (values.get("markov_rank") or 0) if after_tokens else 0
-    if not isinstance(rank, int) or rank < 0:
+    rank = 0 if not after_tokens or values.get("markov_rank") is None else values["markov_rank"]
+    if type(rank) is not int or rank < 0:
         raise CheckpointError(f"{path / CONFIG_FILE}: markov_rank {rank!r} is no number of columns", FITTING)
     head = values.get("markov_head_type", "vanilla")
     check_features(path, config, (rank > 0 and head != "vanilla", f"a Markov head of type {head!r}"))

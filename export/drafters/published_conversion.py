@@ -91,8 +91,7 @@ def _configuration(
     sizes = verifier_sizes(config, found.vocabulary)
     sizes["logit_scale"] = 1.0 if own_head else model_config.logit_scale(target)
     if published.method == FIRST:
-        biased = any(name.endswith("self_attn.q_proj.bias") for name in stored.shapes)
-        return FeatureConfig(**sizes, input_norm=False, own_head=own_head, qkv_bias=biased)
+        return FeatureConfig(**sizes, input_norm=False, own_head=own_head, qkv_bias=_option(values, "qkv_bias"))
     drafted = int(values.get("draft_vocab_size") or found.vocabulary)
     return FeatureConfig(
         **sizes,

@@ -7,14 +7,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from tests.little import write_tokenizer
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerError, PeerModel, PeerSource, converted
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerError, PeerModel, PeerSource, converted, open_peer
 from redraft.bench.peers.llama_drafts import LLAMA_DRAFTS, LlamaDrafts
 from redraft.bench.peers.llamacpp import FILE
 
-MODES = (PLAIN, NGRAM, "ngram map", "ngram cache")
+MODES = (PLAIN, NGRAM, "ngram map")
 
 
 class FakeServer:
@@ -37,15 +39,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint, and the library."""
 
     def params() -> SimpleNamespace:
-        names = ("ngram_simple", "ngram_map_k", "ngram_cache", "mparams", "cpuparams", "cpuparams_batch")
+        names = ("ngram_simple", "ngram_map_k", "mparams", "cpuparams", "cpuparams_batch")
         parts = {name: SimpleNamespace() for name in names}
-        draft = SimpleNamespace(**{name: SimpleNamespace() for name in names[3:]})
+        draft = SimpleNamespace(**{name: SimpleNamespace() for name in names[2:]})
         return SimpleNamespace(
             model=SimpleNamespace(), speculative=SimpleNamespace(draft=draft, types=[], **parts), **parts
         )
 
     cpp = ModuleType("xllamacpp")
-    kinds = ("NGRAM_SIMPLE", "NGRAM_MAP_K", "NGRAM_CACHE", "DRAFT_SIMPLE")
+    kinds = ("NGRAM_SIMPLE", "NGRAM_MAP_K", "DRAFT_SIMPLE")
     cpp.common_speculative_type = SimpleNamespace(**{f"COMMON_SPECULATIVE_TYPE_{kind}": kind for kind in kinds})
     cpp.CommonParams, cpp.Server, cpp.get_system_info = params, FakeServer, lambda: "CPU : AVX2 = 1 | "
     monkeypatch.setitem(sys.modules, "xllamacpp", cpp)
@@ -53,13 +55,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     write_tokenizer(checkpoint)
-    (checkpoint / "some.gguf").write_text("weights")
+    write_file(checkpoint / "some.gguf", gguf.LlamaFileType.MOSTLY_Q4_K_M)
     return checkpoint
+
+
+def write_file(path: Path, file_type: int) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(file_type)
+    writer.add_tensor("one", np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def model_of(folder: Path, draft: Path | None = None) -> PeerModel:
     path = converted(LLAMA_DRAFTS, PeerSource(folder, Path("none")), "int4", folder.parent / "keep")
-    assert (path / FILE).read_text() == "weights"
     return PeerModel(path, "int4", threads=3, context=300, draft=draft)
 
 
@@ -69,7 +80,7 @@ def test_each_mode_drafts_in_its_own_way(folder: Path) -> None:
     params = {mode: server.params for mode, server in decoder._servers.items()}
     assert params[PLAIN].speculative.types == []
     assert [params[mode].speculative.types for mode in decoder.modes[1:]] == [
-        ["NGRAM_SIMPLE"], ["NGRAM_MAP_K"], ["NGRAM_CACHE"], ["DRAFT_SIMPLE"]
+        ["NGRAM_SIMPLE"], ["NGRAM_MAP_K"], ["DRAFT_SIMPLE"]
     ]  # fmt: skip
     assert (params[NGRAM].speculative.ngram_simple.size_n, params[NGRAM].speculative.ngram_simple.size_m) == (3, 4)
     assert params[DRAFT].speculative.draft.mparams.path == f"small/{FILE}"
@@ -89,7 +100,23 @@ def test_answers_are_tokens_of_their_text(folder: Path) -> None:
         decoder.decode(PLAIN, [8], 3)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(folder: Path) -> None:
+def test_the_file_must_be_of_4_bits_with_its_tokenizer_beside_it(folder: Path) -> None:
+    assert (model_of(folder).path / FILE).resolve() == folder / "some.gguf"
+    write_file(folder / "some.gguf", gguf.LlamaFileType.MOSTLY_F16)
+    with pytest.raises(PeerError, match="is not of 4 bits"):
+        model_of(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(PeerError, match="has no tokenizer"):
         model_of(folder)
+
+
+def test_a_draft_model_without_a_file_leaves_the_lookups(folder: Path) -> None:
+    """As a student that `redraft train publish` wrote."""
+    draft, keep = folder.parent / "student", folder.parent / "keep"
+    draft.mkdir()
+    asked = PeerModel(Path("none"), "int8", threads=3, context=300)
+    found = open_peer(LLAMA_DRAFTS, PeerSource(folder, Path("none"), draft), keep, asked)
+    assert tuple(found.modes) == MODES
+    write_tokenizer(draft)
+    write_file(draft / "small.gguf", gguf.LlamaFileType.MOSTLY_Q4_0)
+    assert DRAFT in open_peer(LLAMA_DRAFTS, PeerSource(folder, Path("none"), draft), keep, asked).modes

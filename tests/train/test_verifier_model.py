@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.train.objectives import find_training
+from redraft.train.states import run_verifier, states_of, states_of_tokens
 from redraft.train.verifier_model import check_device, open_verifier
 from tests.export.gguf_files import random_file
 from tests.export.models import write_checkpoint
@@ -46,6 +47,12 @@ def test_shape_and_scale_of_the_logits_go_to_the_drafter(tmp_path, verifier_fold
     assert next(found.model.parameters()).dtype == torch.float32
     if architecture == "llama":
         assert (config.rope_theta, config.rms_norm_eps) == (500.0, 1e-4)
+    tokens = torch.arange(150).reshape(3, 50)
+    with torch.inference_mode():
+        states = states_of_tokens(found.model, tokens, ("last",))
+        expected = states_of(*run_verifier(found.model, tokens, ("last",)))
+    torch.testing.assert_close((states.top_logits, states.log_sum), (expected.top_logits, expected.log_sum))
+    assert torch.equal(states.last, expected.last)
 
 
 def test_head_with_a_bias_is_refused_by_name(tmp_path, verifier_folder):

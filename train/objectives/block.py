@@ -14,7 +14,7 @@ from redraft.export.graph.decoder import check_hidden_states
 from redraft.methods import Method, Row
 from redraft.train.batches import Batch
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
-from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_layers, has_qkv_bias
+from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_layers
 from redraft.train.training import Start, Training, table_of
 from redraft.train.verifier_model import VerifierModel
 
@@ -73,20 +73,20 @@ class BlockTraining(Training):
     def configuration(self, table: BlockTable, verifier: VerifierModel) -> BlockConfig:
         """Return the drafter's configuration. Sizes of 0 in the table become the verifier's.
 
-        Its layers are of the verifier's kind: with norms of heads and with biases if that has them.
+        Its layers have norms of heads if the verifier's have them.
         """
         check_hidden_states(table.hidden_states, verifier.layers)
         layer = verifier.model.get_decoder().layers[-1].state_dict()
         kind: dict[str, Any] = {
             "head_norms": "self_attn.q_norm.weight" in layer,
-            "qkv_bias": has_qkv_bias(verifier),
             "confidence": table.confidence > 0,
         }
         if table.token_rank:
             kind["token_rank"] = table.token_rank
         return with_sizes(
-            BlockConfig, verifier.config, verifier.vocab_size, **table.sizes, layers=table.layers, steps=table.steps,
-            hidden_states=table.hidden_states or context_states(verifier.layers), **{**self.row.form, **kind},
+            BlockConfig, verifier.config, verifier.vocab_size, **table.sizes(verifier), layers=table.layers,
+            steps=table.steps, hidden_states=table.hidden_states or context_states(verifier.layers),
+            **{**self.row.form, **kind},
         )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ class FeatureTraining(Training):
             chosen["own_head"] = table.head == "own"
         states = low_middle_high(verifier.layers) if self.row.states == "low_middle_high" else (LAST_HIDDEN_STATE,)
         return with_sizes(
-            FeatureConfig, verifier.config, verifier.vocab_size, **table.sizes, fusion_size=table.fusion_size,
+            FeatureConfig, verifier.config, verifier.vocab_size, **table.sizes(verifier), fusion_size=table.fusion_size,
             guides=table.guides, hidden_states=states, **{**self.row.form, **chosen},
         )  # fmt: skip
 

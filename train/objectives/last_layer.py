@@ -20,11 +20,6 @@ _ROUNDING = 0.03
 """Difference of two equal layers in bf16, relative to their output, at most."""
 
 
-def has_qkv_bias(verifier: VerifierModel) -> bool:
-    """Return True if the verifier's last layer adds biases to queries, keys and values."""
-    return "self_attn.q_proj.bias" in verifier.model.get_decoder().layers[-1].state_dict()
-
-
 def copy_last_layer(state: dict[str, torch.Tensor], stems: Iterable[str], verifier: VerifierModel) -> None:
     """Replace the layers of these names in a drafter's state, and its `norm.weight`, by the verifier's last ones.
 

@@ -28,7 +28,7 @@ from redraft.train.drafter_config import LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.linear_loss import linear_cross_entropy
 from redraft.train.mtp import load_mtp
-from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_last_layer, has_qkv_bias
+from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_last_layer
 from redraft.train.states import States
 from redraft.train.training import Start, Training
 from redraft.train.verifier_model import VerifierModel
@@ -248,8 +248,7 @@ class LyannaTraining(Training):
             name: getattr(table, name)
             for name in ("rank", "first_token", "token_info", "chain_projection", "hot_tokens")
         }
-        own["qkv_bias"] = table.init == "layer" and has_qkv_bias(verifier)
-        return configuration_of(verifier.config, verifier.vocab_size, steps=table.chain, **table.sizes, **own)
+        return configuration_of(verifier.config, verifier.vocab_size, steps=table.chain, **table.sizes(verifier), **own)
 
 
 TRAINING = LyannaTraining

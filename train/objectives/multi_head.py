@@ -17,7 +17,7 @@ from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
 from redraft.train.batches import Batch, gather_places
 from redraft.train.distillation import ChainAttention
 from redraft.train.drafter_config import Init, LayerTable
-from redraft.train.objectives.last_layer import check_last_layer, copy_last_layer, has_qkv_bias
+from redraft.train.objectives.last_layer import check_last_layer, copy_last_layer
 from redraft.train.objectives.parallel_heads import HeadsObjective, HeadsTable, HeadsTraining
 from redraft.train.states import States
 from redraft.train.training import Start
@@ -95,10 +95,8 @@ class MultiHeadTraining(HeadsTraining):
 
         Raises CheckpointError for a number of heads that cannot be, and for a verifier of one layer.
         """
-        return configuration_of(
-            verifier.config, verifier.vocab_size, draft_heads=table.draft_heads, **table.sizes,
-            qkv_bias=table.init == "layer" and has_qkv_bias(verifier),
-        )  # fmt: skip
+        sizes = table.sizes(verifier)
+        return configuration_of(verifier.config, verifier.vocab_size, draft_heads=table.draft_heads, **sizes)
 
 
 TRAINING = MultiHeadTraining

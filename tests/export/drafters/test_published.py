@@ -449,7 +449,7 @@ LLAMA3 = {
     ("make", "edit", "message"),
     [
         (eagle_one, drop("fc.bias", "layers.0.mlp.up_proj.weight"), r"missing fc\.bias, layers\.0\.mlp\.up_proj"),
-        (eagle_one, put("layers.0.self_attn.q_proj.bias", draw(N)), r"missing layers\.0\.self_attn\.k_proj\.bias"),
+        (eagle_one, put("layers.0.self_attn.q_proj.bias", draw(N)), r"surplus layers\.0\.self_attn\.q_proj\.bias"),
         (lambda: eagle_one(False), put("fc.bias", draw(N)), r"surplus fc\.bias"),
         (eagle_one, put("fc.weight", draw(N, 3 * N)), r"fc\.weight is \[48, 144\], expected \[48, 96\]"),
         (eagle_one, put("embed_tokens.weight", draw(V - 1, N)), r"embed_tokens\.weight is \[96, 48\], expected \[97"),
