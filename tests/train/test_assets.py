@@ -23,7 +23,7 @@ LyannaRecipe = find_training("lyanna").recipe
 FOLDER = Path(__file__).parents[2] / "assets" / "smollm2" / "text"
 DRAFTER = FOLDER.parent / "lyanna"
 END = 2  # <|im_end|>
-TINY = FOLDER.parents[1] / "tiny"
+TINY, QWEN = FOLDER.parents[1] / "tiny", FOLDER.parents[1] / "qwen-coder"
 KINDS = ("code", "word_problems", "prose")
 
 
@@ -63,6 +63,20 @@ def test_smollm2s_drafter_is_small_trained_on_enough_and_of_the_recipes_verifier
     assert training["data"] == WrittenText(FOLDER, recipe, ("last",)).facts()
     texts, tokens = (sum(kind["tokens"][name] for kind in training["data"].values()) for name in ("texts", "all"))
     assert training["step"] * recipe.texts / texts * tokens >= 6_000_000
+
+
+def test_qwens_drafter_is_small_and_learned_from_the_texts_beside_it() -> None:
+    """Mostly code; bound to the file that wrote them. The model's files are not in the repository."""
+    texts, drafter = QWEN / "text-0.5b", QWEN / "lyanna-0.5b"
+    tokens = written_tokens(Shards(texts))
+    assert tokens["code"] + tokens["edit"] >= sum(tokens.values()) / 2 >= 300_000
+    checkpoint = DrafterCheckpoint.open(drafter)
+    assert list(checkpoint.verifier.weights) == load_facts(texts)["verifier"]["weights"]
+    assert sum(path.stat().st_size for path in drafter.iterdir()) <= 60_000_000
+    training = json.loads((drafter / "config.json").read_text())["training"]
+    recipe = LyannaRecipe.from_dict(training["recipe"])
+    assert recipe == LyannaRecipe.load("lyanna-qwen-coder")
+    assert training["data"] == WrittenText(texts, recipe, ("last",)).facts()
 
 
 def test_the_embedded_model_is_small_and_of_its_shape() -> None:
