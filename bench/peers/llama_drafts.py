@@ -43,7 +43,7 @@ class LlamaDrafts:
     def _params(self, mode: str, model: PeerModel) -> Any:
         params = self._cpp.CommonParams()
         params.model.path = str(model.path / FILE)
-        params.n_ctx, params.n_parallel, params.cache_ram_mib, params.verbosity = rounded(model.context), 1, 0, 1
+        _set(params, n_ctx=rounded(model.context), n_parallel=1, cache_ram_mib=0, verbosity=1)
         drafts = params.speculative
         for threads in (params.cpuparams, params.cpuparams_batch, drafts.draft.cpuparams, drafts.draft.cpuparams_batch):
             threads.n_threads = model.threads
@@ -53,10 +53,10 @@ class LlamaDrafts:
         drafts.types = [getattr(self._cpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")]
         if mode == DRAFT:
             assert model.draft is not None
-            drafts.draft.mparams.path, drafts.draft.n_max = str(model.draft / FILE), DRAFTED
+            drafts.draft.mparams.path = str(model.draft / FILE)
+            _set(drafts.draft, n_max=DRAFTED)
         else:
-            lookup = getattr(drafts, kind)
-            lookup.size_n, lookup.size_m = MATCHED, DRAFTED
+            _set(getattr(drafts, kind), size_n=MATCHED, size_m=DRAFTED)
         return params
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
@@ -72,6 +72,11 @@ class LlamaDrafts:
             raise PeerError(f"llama.cpp's server wrote {timings['predicted_n']} tokens, not {count}")
         found = self._tokenizer.encode(answer["choices"][0]["text"], add_special_tokens=False).ids[:count]
         return Decoded((*found, *[-1] * (count - len(found))), timings["predicted_ms"] / 1e3)
+
+
+def _set(params: Any, **values: int) -> None:
+    for name, value in values.items():
+        setattr(params, name, value)
 
 
 def link(source: PeerSource, precision: Precision, folder: Path) -> None:
