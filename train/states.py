@@ -21,6 +21,7 @@ from redraft.train.text_shards import HIDDEN
 
 TOP_LOGITS = 64
 _HEAD_ROWS = 128
+"""Positions whose logits are computed at once."""
 _ROWS = 32
 """Rows of logits that are read at once. In fp32 they fit the processor's caches, which all rows of a batch do not."""
 

@@ -169,6 +169,9 @@ class DrafterLayer(nn.Module):
         self.q_proj = nn.Linear(inputs, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(inputs, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(inputs, kv_width, bias=config.qkv_bias)
+        for product in (self.q_proj, self.k_proj, self.v_proj):
+            if product.bias is not None:  # zero, so that a start from a layer without biases is that layer
+                nn.init.zeros_(product.bias)
         self.o_proj = nn.Linear(width, n, bias=False)
         self.mlp_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(n, config.intermediate_size, bias=False)

@@ -27,6 +27,7 @@ from redraft.train.text_batches import WrittenText
 from redraft.train.text_shards import PACKED, Shards, load_facts, pack, save_facts, split
 from redraft.train.verifier_model import open_verifier
 from redraft.train.write_text import TextRecipe, compute_states, write_text, written_tokens
+from redraft.train.writer import Engines
 from tests.train.conftest import altered
 
 LyannaRecipe = find_training("lyanna").recipe
@@ -281,6 +282,13 @@ def test_the_shipped_recipes_have_a_third_of_code_and_mathematics():
     assert TextRecipe(**to_plain(TextRecipe.load("smollm2-text"))).rows == 256
     coder = TextRecipe.load("qwen-coder-text").texts
     assert coder["code"] + coder["edit"] >= sum(coder.values()) / 2
+
+
+def test_questions_fit_the_context_of_engines(verifier, corpora, tmp_path):
+    """Which may be shorter than the verifier's: answers would be cut, or refused in the middle of a run."""
+    recipe = replace(RECIPE, texts={"math": 8}, hidden_states=())
+    with pytest.raises(UsageError, match="no question of kind math that fits"):
+        write_text(verifier, corpora, recipe, tmp_path, engines=Engines(None, recipe.new_tokens + 3, "short"))
 
 
 def test_the_commands(chat_folder, sources, tmp_path):
