@@ -37,8 +37,8 @@ from redraft.bench.peers.base import Asked, Peer, PeerError, PeerModel, PeerSour
 from redraft.bench.peers.figures import figures, markdown, summary
 from redraft.bench.peers.genai import GENAI
 from redraft.bench.peers.huggingface import HUGGING_FACE
-from redraft.bench.peers.llama_drafts import LLAMA_DRAFTS
-from redraft.bench.peers.llamacpp import GIVEN, LLAMA, SLOTS
+from redraft.bench.peers.llama_server import LLAMA_DRAFTS, SLOTS
+from redraft.bench.peers.llamacpp import GIVEN, LLAMA
 from redraft.bench.peers.load import load_figures, load_markdown, take_blocks
 from redraft.bench.peers.openvino import OPENVINO, OPENVINO_SERVER
 from redraft.bench.peers.ours import NAME, Ours, OursUnderLoad, draft_model_of

@@ -1,7 +1,5 @@
 """llama.cpp through llama-cpp-python, with files that llama.cpp itself converts from the checkpoint's GGUF file.
 
-SLOTS is llama.cpp's own server with parallel slots, inside this process through xllamacpp.
-
 GIVEN is that file as it is. The n-gram mode is `LlamaPromptLookupDecoding`: it drafts the tokens that followed the last
 two tokens when they first occurred, or else the last token. llama-cpp-python copies the logits of all verified tokens.
 """
@@ -12,13 +10,13 @@ import ctypes
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Asked, Continued, Decoded, Peer, PeerError, PeerModel, PeerSource
+from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Peer, PeerError, PeerModel, PeerSource
 from redraft.config import Precision
+from redraft.export.gguf.file import read_header
 
 LOOKUP = {"max_ngram_size": 2, "num_pred_tokens": 2}
 """Its documentation says that two drafted tokens are best on CPUs; the default is 10."""
@@ -68,56 +66,6 @@ class LlamaDecoder:
         return Decoded(tuple(tokens), time.perf_counter() - start)
 
 
-class LlamaServer:
-    """llama.cpp's server, called without HTTP. It keeps no prefixes and no prompts of idle slots."""
-
-    modes = (PLAIN,)
-
-    def __init__(self, model: PeerModel) -> None:
-        import xllamacpp
-
-        self._clients = model.max_num_seqs
-        options: dict[str, Any] = {
-            "n_ctx": rounded(model.context) * model.max_num_seqs,
-            "n_parallel": model.max_num_seqs,
-            "cache_ram_mib": 0,
-            "verbosity": 1,
-        }
-        params = xllamacpp.CommonParams()
-        for name, value in options.items():
-            setattr(params, name, value)
-        params.model.path = str(model.path / FILE)
-        if model.precision == "fp32":  # the default is f16
-            params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        for threads in (params.cpuparams, params.cpuparams_batch):
-            threads.n_threads = model.threads
-        self._server = xllamacpp.Server(params)
-        build = xllamacpp.get_system_info().strip(" |")
-        self.settings = {**options, "n_threads": model.threads, "build": build}
-
-    def decode(self, mode: str, asked: Sequence[Asked]) -> list[Continued]:
-        """See `Server.decode`. Each client is a thread."""
-        with ThreadPoolExecutor(self._clients) as clients:
-            return list(clients.map(self._continue, asked))
-
-    def _continue(self, asked: Asked) -> Continued:
-        """Continue one prompt. Raises PeerError with the server's words if it refuses."""
-        found, last = Continued(time.perf_counter()), dict[str, Any]()
-
-        def heard(chunk: dict[str, Any]) -> None:
-            nonlocal last
-            last = chunk
-            if "error" not in chunk and chunk["choices"][0]["finish_reason"] is None:
-                found.outputs.append(time.perf_counter())
-
-        request = {"prompt": list(asked.token_ids), "n_predict": asked.count, "ignore_eos": True, "stream": True}
-        self._server.handle_completions({**request, "temperature": 0.0, "top_k": 1, "cache_prompt": False}, heard)
-        if "usage" not in last:
-            raise PeerError(f"llama.cpp's server answered {last.get('error', last)}")
-        found.tokens = last["usage"]["completion_tokens"]
-        return found
-
-
 def rounded(context: int) -> int:
     """Return the context that llama.cpp makes of one."""
     return -(-context // _STEP) * _STEP
@@ -139,18 +87,11 @@ def quantize(source: PeerSource, precision: Precision, folder: Path) -> None:
 
 def link(source: PeerSource, precision: Precision, folder: Path) -> None:
     """Link the checkpoint's GGUF file. Raises PeerError if it is not of 4 bits."""
-    import llama_cpp
-
     given = gguf_file(source.checkpoint).resolve()
-    found = llama_cpp.Llama(str(given), vocab_only=True, verbose=False).metadata.get("general.file_type")
-    check_4_bits(given, found)
+    found = read_header(given).metadata.get("general.file_type")
+    if str(found) not in OF_4_BITS:
+        raise PeerError(f"{given} is not of 4 bits (general.file_type {found})")
     (folder / FILE).symlink_to(given)
-
-
-def check_4_bits(file: Path, file_type: object) -> None:
-    """Raise PeerError for a file whose `general.file_type` is not of 4 bits."""
-    if str(file_type) not in OF_4_BITS:
-        raise PeerError(f"{file} is not of 4 bits (general.file_type {file_type})")
 
 
 def gguf_file(checkpoint: Path) -> Path:
@@ -172,4 +113,3 @@ LLAMA = Peer(
     open=LlamaDecoder,
 )
 GIVEN = replace(LLAMA, name="llama-cpp-python-given", formats={"int4": "the file itself"}, convert=link)
-SLOTS = replace(LLAMA, name="llama-server", package="xllamacpp", module="xllamacpp", open=LlamaServer)

@@ -18,7 +18,7 @@ from tests.standins import peers
 from redraft.bench.load import BLOCKS
 from redraft.bench.peers import command, turns
 from redraft.bench.peers.base import PLAIN, Asked, Continued, PeerError, PeerModel
-from redraft.bench.peers.llamacpp import LlamaServer
+from redraft.bench.peers.llama_server import LlamaServer
 from redraft.bench.peers.load import load_figures, take_blocks, timing
 from redraft.bench.peers.openvino import OpenVinoServer
 from redraft.bench.peers.ours import NAME

@@ -14,7 +14,7 @@ from redraft.export.graph.decoder import check_hidden_states
 from redraft.methods import Method, Row
 from redraft.train.batches import Batch
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
-from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_layers
+from redraft.train.objectives.last_layer import OTHER_INIT, begin_with_layers
 from redraft.train.training import Start, Training, table_of
 from redraft.train.verifier_model import VerifierModel
 
@@ -36,18 +36,19 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     layer are the verifier's. The mask begins as the mean embedding, and the token before adds nothing. Raises
     UsageError for layers of another shape or form, and for a drafter that does not read that hidden state.
     """
-    config, state, body = drafter.config, drafter.state_dict(), verifier.model.get_decoder()
+    config, body = drafter.config, verifier.model.get_decoder()
     enters, count = str(verifier.layers - 2), config.layers
     if config.layers >= verifier.layers or enters not in config.hidden_states:
         raise UsageError(
             f"drafter.init = 'layers' needs fewer layers than the verifier's {verifier.layers}, and its hidden state "
             f"{enters} among hidden_states", "change them, or set init = 'random'",
         )  # fmt: skip
-    copy_layers(state, {f"layers.{i}.": verifier.layers - count + i for i in range(count)}, verifier)
+    layers = {f"layers.{i}": verifier.layers - count + i for i in range(count)}
+    begin_with_layers(drafter, layers, verifier, next(iter(batches)))
     gain = getattr(getattr(body.layers[-1], "input_layernorm", None), "weight", None)
     if gain is None:
         raise UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)
-    whole = torch.eye(config.hidden_size)
+    state, whole = drafter.state_dict(), torch.eye(config.hidden_size)
     parts = [whole if name == enters else torch.zeros_like(whole) for name in config.hidden_states]
     state["features.weight"] = torch.cat(parts, dim=1)
     state["feature_norm.weight"] = gain.detach().float().clone()
@@ -55,8 +56,6 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     if "token_head.weight" in state:
         state["token_head.weight"] = torch.zeros_like(state["token_head.weight"])
     drafter.load_state_dict(state)
-    drafter.to(verifier.model.device)
-    check_last_layer(drafter.layers[-1], drafter.norm, verifier, next(iter(batches)))  # type: ignore[arg-type]
 
 
 class BlockTraining(Training):

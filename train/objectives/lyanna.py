@@ -28,7 +28,7 @@ from redraft.train.drafter_config import LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.linear_loss import linear_cross_entropy
 from redraft.train.mtp import load_mtp
-from redraft.train.objectives.last_layer import OTHER_INIT, check_last_layer, copy_last_layer
+from redraft.train.objectives.last_layer import OTHER_INIT, begin_with_layers, last_layer
 from redraft.train.states import States
 from redraft.train.training import Start, Training
 from redraft.train.verifier_model import VerifierModel
@@ -193,13 +193,9 @@ def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: I
     The projections are fitted to the texts of `batches`. Raises UsageError if the drafter's layer has another shape or
     computes something else.
     """
-    state = drafter.state_dict()
-    copy_last_layer(state, ("layer.",), verifier)
-    drafter.load_state_dict(state)
-    drafter.to(verifier.model.device)
     batches = iter(batches)
     first = next(batches)
-    check_last_layer(drafter.layer, drafter.norm, verifier, first)
+    begin_with_layers(drafter, {"layer": last_layer(verifier)}, verifier, first)
     embed = verifier.model.get_input_embeddings()
     fits: list[tuple[nn.Linear, Inputs]] = [
         (drafter.projection, lambda hidden, tokens: drafter.joined(hidden[LAST_HIDDEN_STATE], embed(tokens).float()))

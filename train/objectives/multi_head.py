@@ -17,7 +17,7 @@ from redraft.export.drafters.multi_head import MultiHeadConfig, MultiHeadDrafter
 from redraft.train.batches import Batch, gather_places
 from redraft.train.distillation import ChainAttention
 from redraft.train.drafter_config import Init, LayerTable
-from redraft.train.objectives.last_layer import check_last_layer, copy_last_layer
+from redraft.train.objectives.last_layer import begin_with_layers, last_layer
 from redraft.train.objectives.parallel_heads import HeadsObjective, HeadsTable, HeadsTraining
 from redraft.train.states import States
 from redraft.train.training import Start
@@ -76,11 +76,8 @@ class MultiHeadObjective(HeadsObjective):
 
 def start_from_layer(drafter: MultiHeadDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
     """Begin each head as the verifier's last layer. Raises UsageError if it has another shape or form."""
-    state = drafter.state_dict()
-    copy_last_layer(state, [f"layers.{head}." for head in range(drafter.config.draft_heads)], verifier)
-    drafter.load_state_dict(state)
-    drafter.to(verifier.model.device)
-    check_last_layer(drafter.layers[0], drafter.norm, verifier, next(iter(batches)))  # type: ignore[arg-type]
+    layers = dict.fromkeys((f"layers.{head}" for head in range(drafter.config.draft_heads)), last_layer(verifier))
+    begin_with_layers(drafter, layers, verifier, next(iter(batches)))
 
 
 class MultiHeadTraining(HeadsTraining):

@@ -132,7 +132,7 @@ def test_starts_and_tables_that_cannot_be(verifier, batch):
     training = find_training("multi_head")
     with pytest.raises(UsageError, match="the recipe's drafter table: the verifier has one layer"):
         training.configure(training.recipe(), model_of(one))
-    recipe = training.recipe(drafter=training.table(intermediate_size=8))
+    recipe = training.recipe(drafter=training.table(head_dim=4))
     narrow = training.loss.module(training.configure(recipe, model_of(verifier)))
-    with pytest.raises(UsageError, match=r"layers\.0\.gate_proj\.weight of the verifier's layers does not fit"):
+    with pytest.raises(UsageError, match=r"layers\.0\.q_proj\.weight of the verifier's layers does not fit"):
         start_from_layer(narrow, model_of(verifier), [batch])

@@ -172,7 +172,20 @@ def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
     assert F.mse_loss(first, wanted) < 0.5 * spread
     assert F.mse_loss(later, wanted) < spread
     with pytest.raises(UsageError, match=r"drafter.init: layer.* does not fit"):
-        start_from_layer(fresh(verifier, heads=4), verifier, [])
+        start_from_layer(fresh(verifier, heads=4), verifier, texts)
+
+
+def test_a_narrower_start_keeps_the_neurons_that_add_most(verifier, monkeypatch):
+    """Here the odd ones: a million times as much goes out of them."""
+    mlp = verifier.model.get_decoder().layers[-1].mlp
+    wide = mlp.down_proj.in_features
+    weight = mlp.down_proj.weight
+    monkeypatch.setattr(weight, "data", weight.data * torch.tensor([1e-6, 1.0]).repeat(wide // 2))
+    drafter = fresh(verifier, intermediate_size=wide // 2)
+    start_from_layer(drafter, verifier, [Batch.whole(torch.arange(48).reshape(2, 24), ("a", "a"), 3)] * 2)
+    assert torch.equal(drafter.layer.gate_proj.weight, mlp.gate_proj.weight[1::2])
+    assert torch.equal(drafter.layer.up_proj.weight, mlp.up_proj.weight[1::2])
+    assert torch.equal(drafter.layer.down_proj.weight, mlp.down_proj.weight[:, 1::2])
 
 
 def test_a_start_from_the_last_layer_of_a_qwen_has_its_biases():

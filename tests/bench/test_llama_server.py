@@ -13,7 +13,7 @@ import pytest
 from tests.little import write_tokenizer
 
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerError, PeerModel, PeerSource, converted, open_peer
-from redraft.bench.peers.llama_drafts import LLAMA_DRAFTS, LlamaDrafts
+from redraft.bench.peers.llama_server import LLAMA_DRAFTS, LlamaDrafts
 from redraft.bench.peers.llamacpp import FILE
 
 MODES = (PLAIN, NGRAM, "ngram map")
