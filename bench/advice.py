@@ -30,7 +30,7 @@ from redraft.runtime.controllers.cost import CostCurve
 from redraft.types import OfferKind
 
 HEADER = ("method", "batch", "nodes", "tokens a step", "break-even", "accepted", "break-even", "gain", "fastest")
-CHECK_HEADER = ("method", "nodes", "predicted gain", "measured gain", "95 % interval", "difference")
+CHECK_HEADER = ("method", "batch", "nodes", "predicted gain", "measured gain", "95 % interval", "difference")
 _LINES = {"tokens": ("-", ""), "least_tokens": ("--", ", break-even")}
 """Line of each kind of tokens in the picture, and its name after the method's."""
 
@@ -229,13 +229,14 @@ def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def check_table(checked: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return a header, and a row for each method, from the part `check` of what `redraft advise --json` prints."""
+def check_table(checked: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """Return a header, and a row for each method and batch, from `check` of what `redraft advise --json` prints."""
     rows = [list(CHECK_HEADER)]
-    for method, each in checked.items():
-        gains = [f"{each[name]:.2f}" for name in ("predicted", "measured")]
-        interval, difference = interval_text(each["measured_interval"]), f"{100 * each['difference']:+.1f} %"
-        rows.append([method, str(each["nodes"]), *gains, interval, difference])
+    for method, by_batch in checked.items():
+        for batch, each in by_batch.items():
+            gains = [f"{each[name]:.2f}" for name in ("predicted", "measured")]
+            interval, difference = interval_text(each["measured_interval"]), f"{100 * each['difference']:+.1f} %"
+            rows.append([method, batch, str(each["nodes"]), *gains, interval, difference])
     return rows
 
 

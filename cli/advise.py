@@ -80,7 +80,7 @@ def advise(
                 },
             }
             if check:
-                predicted = {name: each.best(1) for name, each in measured.items()}
+                predicted = {name: {size: each.best(size) for size in batches} for name, each in measured.items()}
                 result["check"] = checked(runtime, loaded, drafters, predicted, settings, report)
     if plot:
         draw_plot(result, plot)
@@ -131,7 +131,7 @@ def show(result: dict[str, Any]) -> None:
         table(result["methods"]), f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}"
     )
     if "check" in result:
-        print_table(check_table(result["check"]), "\nfor one sequence, trees of the predicted size")
+        print_table(check_table(result["check"]), "\ntrees of the predicted size")
 
 
 def noise(methods: Mapping[str, Any]) -> Iterator[str]:

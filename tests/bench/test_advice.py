@@ -121,7 +121,7 @@ def test_tables_and_the_picture(tmp_path: Path) -> None:
         ["own", "4", "1", "1.50", "2.80", "50 %", "180 %", "0.54", "none"],
     ]
     checked = {"nodes": 3, "predicted": 1.5, "measured": 1.25, "measured_interval": None, "difference": 0.2}
-    assert check_table({"own": checked})[1:] == [["own", "3", "1.50", "1.25", "-", "+20.0 %"]]
+    assert check_table({"own": {"2": checked}})[1:] == [["own", "2", "3", "1.50", "1.25", "-", "+20.0 %"]]
     pictures = Pictures(tmp_path, "a title", ["svg"])
     draw(methods, pictures, "gain")
     assert [path.name for path in tmp_path.iterdir()] == ["gain.svg"]
