@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, cycle, islice
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from redraft.bench.advice import AcceptanceCurve, Advice, StepMs, StepTimes, best, draft_steps, step_times
 from redraft.bench.compare import (
     PLAIN,
+    Flips,
     Progress,
     Run,
     Settings,
     Totals,
     compare,
-    first_turn,
     times_as_fast,
     totals_of,
     trace,
 )
 from redraft.bench.prompts import BenchPrompt
-from redraft.bench.statistics import FEWEST_VALUES, Speedup, Timing, speedup
+from redraft.bench.statistics import Speedup, Timing, speedup
 from redraft.errors import UsageError
 from redraft.methods.base import TreeLimits
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
@@ -82,7 +81,7 @@ def measure(
         for drafter, budget in trees.items()
         for nodes in _sizes(budget.nodes)
     }
-    runs = _repeated(runtime, prompts, how, settings, progress)
+    runs = _repeated(runtime, prompts, how, settings, ROUNDS, progress)
     steps = {1: {way: _step_ms(totals_of(runs, way)) for way in how}}
     ids = [run.token_ids for run in runs[: len(prompts)]]
     for batch in sorted({*batches} - {1}):
@@ -118,68 +117,42 @@ def _step_ms(totals: Totals) -> StepMs:
 
 def _repeated(
     runtime: Runtime, prompts: Sequence[BenchPrompt], how: Mapping[str, SpeculationParams], settings: Settings,
-    progress: Progress, rounds: int = 0,
+    rounds: int, progress: Progress,
 ) -> list[Run]:  # fmt: skip
-    """Decode the prompts plainly and in each way, at least ROUNDS or so many times and for DECODE_SECONDS."""
+    """Decode the prompts plainly and in each way, so many times and for DECODE_SECONDS at least."""
     runs: list[Run] = []
-    again = [*prompts] * (rounds or ROUNDS)
     began = time.perf_counter()
     while not runs or time.perf_counter() - began < DECODE_SECONDS:
-        runs += compare(runtime, again, list(how), replace(settings, ways=how), progress)
+        runs += compare(runtime, [*prompts] * rounds, list(how), replace(settings, ways=how), progress)
     return runs
-
-
-class _Step(NamedTuple):
-    """A step of a batch.   nodes: drafted ones a sequence.   tokens: committed ones, of all sequences."""
-
-    verify_ms: float
-    aside_ms: float
-    nodes: float
-    tokens: int
 
 
 def _batch_steps(
     runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: Mapping[str, SpeculationParams],
     progress: Progress,
 ) -> dict[str, StepMs]:  # fmt: skip
-    """Return the step of each way over one batch of all prompts. The ways take turns.
+    """Return the step of each way over one batch of all prompts. The ways take turns, for BATCH_SECONDS at least.
 
     The time of its verification is the median, since other programs interrupt some calls. The rest is a mean: steps
-    with resampled trees take less. Raises UsageError if a prompt leaves no space for the steps.
+    with resampled trees take less.
     """
-    unending = replace(params, max_tokens=runtime.max_model_len, ignore_eos=True)
-    rounds: dict[str, list[_Step]] = {way: [] for way in how}
-    for way, each in _in_rounds(how, len(prompts), ROUNDS, progress):
-        found, ms = [], 0.0
-        for step in _steps(runtime, prompts, unending, each):
-            found.append(step)
-            ms += (step.verify_ms + step.aside_ms) if len(found) > _UNTIMED_STEPS else 0.0
-            timed = len(found) - _UNTIMED_STEPS
-            if timed >= _TIMED_STEPS[-1] or (timed >= _TIMED_STEPS[0] and ms > 1e3 * _STEPS_SECONDS):
-                break
-        if len(found) <= _UNTIMED_STEPS:
-            raise UsageError("the prompts leave no space in the context for a batch's steps", "give shorter prompts")
-        rounds[way] += found[_UNTIMED_STEPS:]
-    columns = {way: [*zip(*steps, strict=True)] for way, steps in rounds.items()}
-    return {way: StepMs(median(ms), fmean(rest), fmean(drafted)) for way, (ms, rest, drafted, _) in columns.items()}
-
-
-def _in_rounds(
-    how: Mapping[str, SpeculationParams], batch: int, rounds: int, progress: Progress
-) -> Iterator[tuple[str, SpeculationParams]]:
-    """Yield the ways in turn, so many times at least and for BATCH_SECONDS."""
-    began, number = time.perf_counter(), 0
-    while number < rounds or time.perf_counter() - began < BATCH_SECONDS:
+    rounds: dict[str, list[StepMs]] = {way: [] for way in how}
+    flips, began, number = Flips(), time.perf_counter(), 0
+    while number < ROUNDS or time.perf_counter() - began < BATCH_SECONDS:
         number += 1
-        progress(f"timing steps of {batch} sequences, round {number}")
-        yield from how.items()
+        progress(f"timing steps of {len(prompts)} sequences, round {number}")
+        for way in flips.order(None, [*how]):
+            rounds[way] += _steps(runtime, prompts, params, how[way])
+    columns = {way: [*zip(*steps, strict=True)] for way, steps in rounds.items()}
+    return {way: StepMs(median(ms), fmean(rest), fmean(drafted)) for way, (ms, rest, drafted) in columns.items()}
 
 
 def _steps(
     runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: SpeculationParams
-) -> Iterator[_Step]:
-    """Yield the steps in which all prompts are continued, until one ends."""
+) -> list[StepMs]:
+    """Return steps in which all prompts are continued."""
     runtime.forget_prefixes()
+    params = replace(params, max_tokens=runtime.max_model_len, ignore_eos=True)
     plain = runtime.requests(prompts[:1], [(params, SpeculationParams(PLAIN))])[0].speculation
     requests = runtime.requests(prompts, [(params, how)] * len(prompts))
     loop, clock = DecodeLoop(runtime.verifier, plain), runtime.verifier.clock
@@ -187,17 +160,22 @@ def _steps(
         loop.add(request)
     while not all(one.new_tokens or one.finish_reason for one in requests):
         loop.step()
-    while not any(one.finish_reason for one in requests):
+    found: list[StepMs] = []
+    began = clock.total
+    while len(found) < _UNTIMED_STEPS + _TIMED_STEPS[-1] and not any(one.finish_reason for one in requests):
+        if len(found) >= _UNTIMED_STEPS + _TIMED_STEPS[0] and clock.total - began > _STEPS_SECONDS:
+            break
         before, drafted = clock.copy(), sum(one.counters.drafted for one in requests)
-        written = sum(len(one.new_tokens) for one in requests)
         loop.step()
         verify_ms, all_ms = (clock.verify - before.verify) * 1e3, (clock.total - before.total) * 1e3
         nodes = (sum(one.counters.drafted for one in requests) - drafted) / len(requests)
-        tokens = sum(len(one.new_tokens) for one in requests) - written
-        yield _Step(verify_ms, all_ms - verify_ms, nodes, tokens)
+        found.append(StepMs(verify_ms, all_ms - verify_ms, nodes))
     for request in requests:
         if request.error is not None:
             raise request.error
+    if len(found) <= _UNTIMED_STEPS:
+        raise UsageError("the prompts leave no space in the context for a batch's steps", "give shorter prompts")
+    return found[_UNTIMED_STEPS:]
 
 
 def _curves(runtime: Runtime, batches: Collection[int], progress: Progress) -> dict[int, CostCurve]:
@@ -215,19 +193,34 @@ def check(
     runtime: Runtime, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits],
     predicted: Mapping[str, Mapping[int, Advice]], settings: Settings, progress: Progress,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Decode the prompts plainly and with trees of the predicted sizes, in turn. Return both gains by drafter, batch.
+    """Decode the prompts plainly and with trees of the predicted sizes. Return both gains by drafter and batch.
 
+    One sequence is timed as a whole. Texts and trees are the same in a batch, so its tokens a step are those of one
+    sequence; its steps are timed.
     predicted: by drafter and batch.   Raises UsageError if every output is too short to time.
     """
-    batches = next(iter(predicted.values()))
-    found: dict[str, dict[str, Any]] = {drafter: {} for drafter in predicted}
-    for batch in batches:
-        ways = {
-            drafter: SpeculationParams(drafter, budget=replace(largest(drafters[drafter]), nodes=by_batch[batch].nodes))
-            for drafter, by_batch in predicted.items()
+
+    def ways(batch: int) -> dict[str, SpeculationParams]:
+        sizes = {drafter: by_batch[batch].nodes for drafter, by_batch in predicted.items()}
+        return {
+            drafter: SpeculationParams(drafter, budget=replace(largest(drafters[drafter]), nodes=nodes))
+            for drafter, nodes in sizes.items()
         }
-        gains = _gains if batch == 1 else partial(_batch_gains, batch=batch)
-        for drafter, (speed, tokens) in gains(runtime, prompts, ways, settings, progress).items():
+
+    found: dict[str, dict[str, Any]] = {drafter: {} for drafter in predicted}
+    for batch in next(iter(predicted.values())):
+        how, steps = ways(batch), dict[str, StepMs]()
+        if batch == 1:
+            runs = _repeated(runtime, prompts, how, settings, CHECK_ROUNDS, progress)
+        else:
+            runs = compare(runtime, prompts, list(how), replace(settings, ways=how), progress)
+            ids = list(islice(cycle(run.token_ids for run in runs), batch))
+            steps = _batch_steps(runtime, ids, settings.params, {PLAIN: SpeculationParams(PLAIN), **how}, progress)
+        runs = [run for run in runs if run.timed]
+        if not runs:
+            raise UsageError("every output is too short to time", "raise --max-new-tokens, or give other prompts")
+        for drafter in how:
+            speed = in_batches(runs, drafter, steps) if steps else times_as_fast(runs, [drafter])
             advice = predicted[drafter][batch]
             found[drafter][str(batch)] = {
                 "nodes": advice.nodes,
@@ -236,41 +229,20 @@ def check(
                 "measured_interval": speed.interval,
                 "difference": advice.gain / speed.ratio - 1,
                 "tokens_predicted": advice.tokens,
-                "tokens_measured": tokens,
+                "tokens_measured": totals_of(runs, drafter).tau,
             }
     return found
 
 
-_TOO_SHORT = UsageError("every output is too short to time", "raise --max-new-tokens, or give other prompts")
-Gains = dict[str, tuple[Speedup, float]]
-"""Speed over plain decoding, and tokens of a sequence in a step, by way."""
+def in_batches(runs: Sequence[Run], drafter: str, steps: Mapping[str, StepMs]) -> Speedup:
+    """Return the speed over plain decoding that texts have if their steps take the times of a batch's.
 
+    The interval is over prompts: it has no noise of the times.
+    """
 
-def _gains(
-    runtime: Runtime, prompts: Sequence[BenchPrompt], ways: Mapping[str, SpeculationParams], settings: Settings,
-    progress: Progress,
-) -> Gains:  # fmt: skip
-    """Return the gains of one sequence, over whole answers."""
-    runs = [run for run in _repeated(runtime, prompts, ways, settings, progress, CHECK_ROUNDS) if run.timed]
-    if not runs:
-        raise _TOO_SHORT
-    return {way: (times_as_fast(runs, [way]), totals_of(runs, way).tau) for way in ways}
+    def timings(way: str) -> list[Timing]:
+        ms = steps[way].verify_ms + steps[way].aside_ms
+        totals = [Totals.of([run.generations[way]]) for run in runs]
+        return [Timing(one.tokens, one.steps * ms / 1e3) for one in totals]
 
-
-def _batch_gains(
-    runtime: Runtime, prompts: Sequence[BenchPrompt], ways: Mapping[str, SpeculationParams], settings: Settings,
-    progress: Progress, batch: int,
-) -> Gains:  # fmt: skip
-    """Return the gains of a batch of all prompts, over the steps before one of its answers ends."""
-    ids = list(islice(cycle(first_turn(runtime, prompt, settings) for prompt in prompts), batch))
-    how = {PLAIN: SpeculationParams(PLAIN), **ways}
-    timings: dict[str, list[Timing]] = {way: [] for way in how}
-    tokens: dict[str, list[int]] = {way: [] for way in how}
-    for way, each in _in_rounds(how, batch, FEWEST_VALUES, progress):
-        steps = [*_steps(runtime, ids, settings.params, each)][_UNTIMED_STEPS:]
-        if not steps:
-            raise _TOO_SHORT
-        tokens[way] += [step.tokens for step in steps]
-        seconds = sum(step.verify_ms + step.aside_ms for step in steps) / 1e3
-        timings[way].append(Timing(sum(step.tokens for step in steps), seconds))
-    return {way: (speedup(timings[PLAIN], timings[way]), fmean(tokens[way]) / batch) for way in ways}
+    return speedup(timings(PLAIN), timings(drafter), [run.prompt for run in runs])

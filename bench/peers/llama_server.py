@@ -27,10 +27,12 @@ MATCHED, DRAFTED = 3, 4
 KINDS = {NGRAM: "ngram_simple", "ngram map": "ngram_map_k"}
 """llama.cpp's names of its lookups: in the text, and in a map of its n-grams. Its n-gram cache keeps those of earlier
 prompts, so it is left out."""
+ALONE = {"cache_ram_mib": 0, "verbosity": 1}
+"""A server keeps no prompts of idle slots, and is quiet."""
 
 
 def _params(model: PeerModel, options: dict[str, int]) -> Any:
-    """Return a server's parameters: the options, and those of every mode. It keeps no prompts of idle slots."""
+    """Return a server's parameters: the options, and those of every mode."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -39,7 +41,7 @@ def _params(model: PeerModel, options: dict[str, int]) -> Any:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     for threads in (params.cpuparams, params.cpuparams_batch):
         threads.n_threads = model.threads
-    _set(params, cache_ram_mib=0, verbosity=1, **options)
+    _set(params, **ALONE, **options)
     return params
 
 
@@ -51,7 +53,7 @@ def _set(params: Any, **values: int) -> None:
 def _settings(model: PeerModel, **own: Any) -> dict[str, Any]:
     import xllamacpp
 
-    return {**own, "n_threads": model.threads, "build": xllamacpp.get_system_info().strip(" |")}
+    return {**ALONE, **own, "n_threads": model.threads, "build": xllamacpp.get_system_info().strip(" |")}
 
 
 def _request(token_ids: Sequence[int], count: int) -> dict[str, Any]:

@@ -22,8 +22,8 @@ LOOKUP = {"max_ngram_size": 2, "num_pred_tokens": 2}
 """Its documentation says that two drafted tokens are best on CPUs; the default is 10."""
 TYPES: dict[Precision, str] = {"fp32": "ALL_F32", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
 """llama.cpp's 4-bit type whose CPU kernels pack rows of weights together."""
-OF_4_BITS = ("2", "3", "14", "15", "25", "30")
-"""`general.file_type` of files in Q4_0, Q4_1, Q4_K_S, Q4_K_M, IQ4_NL and IQ4_XS."""
+OF_4_BITS = ("2", "3", "14", "15")
+"""`general.file_type` of files in Q4_0, Q4_1, Q4_K_S and Q4_K_M, those that bundles are built from too."""
 FILE = "model.gguf"
 _STEP = 256  # tokens; llama.cpp rounds contexts up to such multiples
 
@@ -86,7 +86,7 @@ def quantize(source: PeerSource, precision: Precision, folder: Path) -> None:
 
 
 def link(source: PeerSource, precision: Precision, folder: Path) -> None:
-    """Link the checkpoint's GGUF file. Raises PeerError if it is not of 4 bits."""
+    """Link the checkpoint's GGUF file. Raises PeerError if it is not of 4 bits, and the errors of reading it."""
     given = gguf_file(source.checkpoint).resolve()
     found = read_header(given).metadata.get("general.file_type")
     if str(found) not in OF_4_BITS:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.bench.runs import make_generation, make_run
 
 from redraft.bench.advice import (
     AcceptanceCurve,
@@ -21,6 +22,8 @@ from redraft.bench.advice import (
     step_times,
     table,
 )
+from redraft.bench.advice_runs import in_batches
+from redraft.bench.compare import PLAIN
 from redraft.bench.plots import Pictures
 from redraft.runtime.controllers.cost import CostCurve
 
@@ -127,3 +130,16 @@ def test_tables_and_the_picture(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["gain.svg"]
     drawn = (tmp_path / "gain.svg").read_text("utf-8")
     assert "own, break-even" in drawn
+
+
+def test_the_gain_in_a_batch_is_that_of_whole_texts_with_its_steps() -> None:
+    """Forty steps of 2 ms, and twelve of 3 ms. Sums of both texts, no mean of their ratios."""
+    texts = [tuple(range(30)), tuple(range(12))]
+    runs = [
+        make_run(
+            number, none=make_generation(steps=len(text) - 1, tokens=text), own=make_generation(steps=6, tokens=text)
+        )
+        for number, text in enumerate(texts)
+    ]
+    found = in_batches(runs, "own", {PLAIN: StepMs(1.5, 0.5, 0.0), "own": StepMs(2.0, 1.0, 4.0)})
+    assert found.ratio == pytest.approx(40 * 2 / (12 * 3))

@@ -44,7 +44,7 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
             f"{enters} among hidden_states", "change them, or set init = 'random'",
         )  # fmt: skip
     layers = {f"layers.{i}": verifier.layers - count + i for i in range(count)}
-    begin_with_layers(drafter, layers, verifier, next(iter(batches)))
+    begin_with_layers(drafter, layers, verifier, iter(batches))
     gain = getattr(getattr(body.layers[-1], "input_layernorm", None), "weight", None)
     if gain is None:
         raise UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)

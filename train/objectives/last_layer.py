@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 
 import torch
@@ -16,7 +16,10 @@ from redraft.train.distillation import ChainAttention
 from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
 
-OTHER_INIT = "leave the drafter's sizes to the verifier, or set init = 'random'"
+OTHER_INIT = "leave the drafter's sizes to the verifier (intermediate_size may be smaller), or set init = 'random'"
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_RANKED_ROWS = 4096
+"""Rows of texts that neurons are ranked by."""
 _ROUNDING = 0.03
 """Difference of two equal layers in bf16, relative to their output, at most."""
 
@@ -29,22 +32,32 @@ def last_layer(verifier: VerifierModel) -> int:
 
 
 @torch.no_grad()
-def begin_with_layers(drafter: nn.Module, layers: Mapping[str, int], verifier: VerifierModel, texts: Batch) -> None:
+def begin_with_layers(
+    drafter: nn.Module, layers: Mapping[str, int], verifier: VerifierModel, batches: Iterator[Batch]
+) -> list[Batch]:
     """Replace layers of a drafter, and its `norm`, by those of the verifier with these numbers; move it to its device.
 
-    A narrower feed-forward gets the neurons whose outputs have the largest mean square on `texts`.
-    layers: by the name of the drafter's, the verifier's last layer at the end. Raises UsageError if a drafter's layer
-    has another shape, or computes something else with the weights of the verifier's last one.
+    A narrower feed-forward gets the neurons whose outputs have the largest mean square on some texts.
+    layers: by the name of the drafter's, the verifier's last layer at the end. Returns the batches that were read.
+    Raises UsageError if a drafter's layer has another shape, or computes something else with the verifier's weights.
     """
     body, state = verifier.model.get_decoder(), drafter.state_dict()
-    found, whole = {"norm.weight": body.norm.weight}, dict[str, torch.Tensor]()
-    for name, number in layers.items():
-        whole = {renamed(own): tensor for own, tensor in body.layers[number].state_dict().items()}
-        found |= {f"{name}.{own}": tensor for own, tensor in whole.items()}
-        width = len(state[f"{name}.up_proj.weight"])
-        if width < len(whole.get("up_proj.weight", ())):
-            narrow = _narrowed(whole, width, number, verifier, texts)
-            found |= {f"{name}.{own}": tensor for own, tensor in narrow.items()}
+    whole = {
+        number: {renamed(name): tensor for name, tensor in body.layers[number].state_dict().items()}
+        for number in layers.values()
+    }
+    if not all(f"{name}.weight" in layer for layer in whole.values() for name in _FEED_FORWARD):
+        raise _other_form()
+    read = [next(batches)]
+    width = len(state[f"{next(iter(layers))}.up_proj.weight"])
+    if width < min(len(layer["up_proj.weight"]) for layer in whole.values()):
+        while sum(batch.size for batch in read) < _RANKED_ROWS and (batch := next(batches, None)):
+            read.append(batch)
+        kept = {number: _narrowed(layer, width, number, verifier, read) for number, layer in whole.items()}
+    else:
+        kept = whole
+    found = {"norm.weight": body.norm.weight}
+    found |= {f"{name}.{own}": tensor for name, number in layers.items() for own, tensor in kept[number].items()}
     for name, tensor in found.items():
         if name not in state or state[name].shape != tensor.shape:
             raise UsageError(
@@ -54,32 +67,42 @@ def begin_with_layers(drafter: nn.Module, layers: Mapping[str, int], verifier: V
         state[name] = tensor.to(torch.float32).clone()
     drafter.load_state_dict(state)
     drafter.to(verifier.model.device)
-    last = _with_feed_forward(drafter.get_submodule([*layers][-1]), whole)  # type: ignore[arg-type]
-    _check_last_layer(last, drafter.norm, verifier, texts)  # type: ignore[arg-type]
+    name, number = [*layers.items()][-1]
+    last = _with_feed_forward(drafter.get_submodule(name), whole[number])  # type: ignore[arg-type]
+    _check_last_layer(last, drafter.norm, verifier, read[0])  # type: ignore[arg-type]
+    return read
 
 
 def _narrowed(
-    whole: Mapping[str, torch.Tensor], width: int, number: int, verifier: VerifierModel, texts: Batch
+    layer: Mapping[str, torch.Tensor], width: int, number: int, verifier: VerifierModel, texts: Iterable[Batch]
 ) -> dict[str, torch.Tensor]:
-    """Return the feed-forward of a layer, cut to the `width` neurons that add most to the rows of `texts`."""
-    inputs: list[torch.Tensor] = []
+    """Return a layer whose feed-forward has only the `width` neurons that add most to the rows of texts.
+
+    Rows of the first position count for nothing: in many models they are far larger than all others.
+    """
     product = verifier.model.get_decoder().layers[number].mlp.down_proj
-    hook = product.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    try:
-        run_verifier(verifier.model, texts.tokens.to(verifier.model.device), every_logit=False)
-    finally:
-        hook.remove()
-    real = torch.arange(texts.tokens.shape[1]) < texts.ends.cpu()[:, None]
-    added = inputs[0][real].float().square().mean(0) * product.weight.float().square().sum(0)
-    kept = added.topk(width).indices.sort().values
-    rows = {name: whole[name][kept] for name in ("gate_proj.weight", "up_proj.weight")}
-    return {**rows, "down_proj.weight": whole["down_proj.weight"][:, kept]}
+    added = torch.zeros(product.in_features, device=product.weight.device)
+    for batch in texts:
+        real = torch.arange(batch.tokens.shape[1]) < batch.ends.cpu()[:, None]
+        real[:, 0] = False
+
+        def add(_: nn.Module, args: tuple[torch.Tensor], real: torch.Tensor = real) -> None:
+            added.add_(args[0][real].float().square().sum(0))
+
+        hook = product.register_forward_pre_hook(add)
+        try:
+            run_verifier(verifier.model, batch.tokens.to(verifier.model.device), every_logit=False)
+        finally:
+            hook.remove()
+    kept = (added * product.weight.float().square().sum(0)).topk(width).indices.sort().values
+    gate, up, down = (layer[f"{name}.weight"] for name in _FEED_FORWARD)
+    return {**layer, "gate_proj.weight": gate[kept], "up_proj.weight": up[kept], "down_proj.weight": down[:, kept]}
 
 
 def _with_feed_forward(layer: DrafterLayer, whole: Mapping[str, torch.Tensor]) -> DrafterLayer:
     """Return a copy of a drafter's layer with all of a verifier's weights."""
     layer = deepcopy(layer)
-    for name in ("gate_proj", "up_proj", "down_proj"):
+    for name in _FEED_FORWARD:
         weight = whole[f"{name}.weight"].to(layer.mlp_norm.weight)
         product = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         product.weight = nn.Parameter(weight)
@@ -96,4 +119,8 @@ def _check_last_layer(layer: DrafterLayer, norm: nn.Module, verifier: VerifierMo
     found = norm(layer(hidden[layer_input].float(), positions, attend))
     wanted = hidden[LAST_HIDDEN_STATE].float()
     if not (found - wanted).norm() < _ROUNDING * wanted.norm():
-        raise UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)
+        raise _other_form()
+
+
+def _other_form() -> UsageError:
+    return UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)

@@ -190,19 +190,17 @@ class LyannaObjective(DepthDistillation):
 def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
     """Begin with the verifier's last decoder layer and final norm, and projections that give this layer its inputs.
 
-    The projections are fitted to the texts of `batches`. Raises UsageError if the drafter's layer has another shape or
-    computes something else.
+    The projections are fitted to the texts of `batches`. Raises UsageError as `begin_with_layers`.
     """
     batches = iter(batches)
-    first = next(batches)
-    begin_with_layers(drafter, {"layer": last_layer(verifier)}, verifier, first)
+    read = begin_with_layers(drafter, {"layer": last_layer(verifier)}, verifier, batches)
     embed = verifier.model.get_input_embeddings()
     fits: list[tuple[nn.Linear, Inputs]] = [
         (drafter.projection, lambda hidden, tokens: drafter.joined(hidden[LAST_HIDDEN_STATE], embed(tokens).float()))
     ]
     if drafter.chain_projection is not None:
         fits.append((drafter.chain_projection, lambda hidden, _: drafter.chain_norm(hidden[LAST_HIDDEN_STATE])))
-    fit_projections(fits, verifier.model, chain([first], batches), str(verifier.layers - 2))
+    fit_projections(fits, verifier.model, chain(read, batches), str(verifier.layers - 2))
 
 
 def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[Batch]) -> None:

@@ -75,9 +75,9 @@ class MultiHeadObjective(HeadsObjective):
 
 
 def start_from_layer(drafter: MultiHeadDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
-    """Begin each head as the verifier's last layer. Raises UsageError if it has another shape or form."""
+    """Begin each head as the verifier's last layer. Raises UsageError as `begin_with_layers`."""
     layers = dict.fromkeys((f"layers.{head}" for head in range(drafter.config.draft_heads)), last_layer(verifier))
-    begin_with_layers(drafter, layers, verifier, next(iter(batches)))
+    begin_with_layers(drafter, layers, verifier, iter(batches))
 
 
 class MultiHeadTraining(HeadsTraining):

@@ -133,6 +133,6 @@ def test_starts_and_tables_that_cannot_be(verifier, batch):
     with pytest.raises(UsageError, match="the recipe's drafter table: the verifier has one layer"):
         training.configure(training.recipe(), model_of(one))
     recipe = training.recipe(drafter=training.table(head_dim=4))
-    narrow = training.loss.module(training.configure(recipe, model_of(verifier)))
+    other = training.loss.module(training.configure(recipe, model_of(verifier)))
     with pytest.raises(UsageError, match=r"layers\.0\.q_proj\.weight of the verifier's layers does not fit"):
-        start_from_layer(narrow, model_of(verifier), [batch])
+        start_from_layer(other, model_of(verifier), [batch])

@@ -13,6 +13,7 @@ from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.mtp import MtpModule, load_mtp
 from redraft.train.objectives import find_training
+from redraft.train.objectives.last_layer import begin_with_layers
 from redraft.train.objectives.lyanna import LyannaObjective, LyannaTable, chains, start_from_layer, start_from_mtp
 from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
@@ -176,16 +177,29 @@ def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
 
 
 def test_a_narrower_start_keeps_the_neurons_that_add_most(verifier, monkeypatch):
-    """Here the odd ones: a million times as much goes out of them."""
+    """Here the odd ones: of the others, some are a millionth as active, some have a millionth of the weights."""
     mlp = verifier.model.get_decoder().layers[-1].mlp
-    wide = mlp.down_proj.in_features
-    weight = mlp.down_proj.weight
-    monkeypatch.setattr(weight, "data", weight.data * torch.tensor([1e-6, 1.0]).repeat(wide // 2))
+    wide, small = mlp.down_proj.in_features, 1e-6
+    up, down = mlp.up_proj.weight, mlp.down_proj.weight
+    monkeypatch.setattr(up, "data", up.data * torch.tensor([[small], [1], [1], [1]]).repeat(wide // 4, 1))
+    monkeypatch.setattr(down, "data", down.data * torch.tensor([1, 1, small, 1]).repeat(wide // 4))
     drafter = fresh(verifier, intermediate_size=wide // 2)
     start_from_layer(drafter, verifier, [Batch.whole(torch.arange(48).reshape(2, 24), ("a", "a"), 3)] * 2)
     assert torch.equal(drafter.layer.gate_proj.weight, mlp.gate_proj.weight[1::2])
     assert torch.equal(drafter.layer.up_proj.weight, mlp.up_proj.weight[1::2])
     assert torch.equal(drafter.layer.down_proj.weight, mlp.down_proj.weight[:, 1::2])
+
+
+def test_padding_ranks_no_neurons(verifier):
+    def kept(tokens):
+        batch = Batch(tokens, ("a", "a"), torch.zeros(2, 1, dtype=torch.long), torch.tensor([20, 20]))
+        drafter = fresh(verifier, intermediate_size=8)
+        begin_with_layers(drafter, {"layer": verifier.layers - 1}, verifier, iter([batch]))
+        return drafter.layer.gate_proj.weight
+
+    tokens = torch.randint(0, 400, (2, 90), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(kept(tokens), kept(tokens[:, :20]))
+    assert not torch.equal(kept(tokens), kept(tokens.flip(1)))
 
 
 def test_a_start_from_the_last_layer_of_a_qwen_has_its_biases():
@@ -211,4 +225,9 @@ def test_a_start_from_a_layer_of_another_form_is_refused(verifier):
     with pytest.raises(UsageError, match="not of Llama's form"):
         start_from_layer(drafter, verifier, [batch])
     other.remove()
+    gate = mlp.gate_proj
+    del mlp.gate_proj  # as Arcee's
+    with pytest.raises(UsageError, match="not of Llama's form"):
+        start_from_layer(drafter, verifier, [batch])
+    mlp.gate_proj = gate
     start_from_layer(drafter, verifier, [batch])
