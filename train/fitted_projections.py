@@ -18,8 +18,8 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.states import run_verifier
 
-_ROWS_A_COLUMN = 50
-"""Rows of text for every input of a projection."""
+_ROWS_A_COLUMN, _MOST_ROWS = 50, 58_000
+"""Rows of text for every input of a projection, and in all: the verifier computes those whose states are not kept."""
 _RIDGE = 1e-3
 """Part of the mean square of inputs that is added to every square."""
 
@@ -37,7 +37,8 @@ def fit_projections(
     target: the hidden state.   known: those of the position before that the inputs read.
     As many of `batches` as needed are read. The verifier computes those without kept hidden states.
     """
-    needed = max(projection.in_features for projection, _ in projections) * _ROWS_A_COLUMN
+    columns = max(projection.in_features for projection, _ in projections)
+    needed = min(columns * _ROWS_A_COLUMN, _MOST_ROWS)
     sums = [_Sums(projection) for projection, _ in projections]
     rows = 0
     for batch in batches:
@@ -59,7 +60,7 @@ def _hidden_states(verifier: Any, batch: Batch, names: Names[str]) -> Mapping[st
     """Return hidden states [B, L, n] by name: those that are kept with the batch, if it has all."""
     if batch.states is not None and names <= batch.states.hidden.keys():
         return batch.states.hidden
-    return run_verifier(verifier, batch.tokens, tuple(sorted(names)))[0]
+    return run_verifier(verifier, batch.tokens, tuple(sorted(names)), every_logit=False)[0]
 
 
 class _Sums:

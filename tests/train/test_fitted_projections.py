@@ -33,9 +33,17 @@ def fitted(verifier, batches):
 
 def test_only_as_many_texts_are_computed_as_the_fit_needs(verifier, monkeypatch):
     calls = []
-    monkeypatch.setattr(fitted_projections, "run_verifier", lambda *args: calls.append(args) or run_verifier(*args))
+
+    def counted(*args, **options):
+        calls.append(args)
+        return run_verifier(*args, **options)
+
+    monkeypatch.setattr(fitted_projections, "run_verifier", counted)
     fitted(verifier, texts(40, 0))
     assert len(calls) == 11  # of 8 * 19 rows, for 50 * 32
+    monkeypatch.setattr(fitted_projections, "_MOST_ROWS", 500)
+    fitted(verifier, texts(40, 0))
+    assert len(calls) == 11 + 4
 
 
 def test_kept_hidden_states_are_read_and_not_computed_again(verifier, monkeypatch):
