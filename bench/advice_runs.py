@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice
+from itertools import chain
 from statistics import fmean, median
 from typing import Any
 
@@ -81,11 +81,11 @@ def measure(
         for drafter, budget in trees.items()
         for nodes in _sizes(budget.nodes)
     }
-    runs = _repeated(runtime, prompts, how, settings, ROUNDS, progress)
+    runs = repeated(runtime, prompts, how, settings, ROUNDS, progress)
     steps = {1: {way: _step_ms(totals_of(runs, way)) for way in how}}
     ids = [run.token_ids for run in runs[: len(prompts)]]
     for batch in sorted({*batches} - {1}):
-        steps[batch] = _batch_steps(runtime, list(islice(cycle(ids), batch)), settings.params, how, progress)
+        steps[batch] = _batch_steps(runtime, _spread(ids, batch), settings.params, how, progress)
     curves = _curves(runtime, steps, progress)
     found = {}
     for drafter, budget in trees.items():
@@ -106,6 +106,11 @@ def measure(
     return found
 
 
+def _spread(prompts: Sequence[Sequence[int]], batch: int) -> list[Sequence[int]]:
+    """Return as many prompts as a batch has, evenly spread over all; some of them twice in a larger batch."""
+    return [prompts[place * len(prompts) // batch] for place in range(batch)]
+
+
 def _way(drafter: str, nodes: int) -> str:
     return f"{drafter}, {nodes} nodes"
 
@@ -115,7 +120,7 @@ def _step_ms(totals: Totals) -> StepMs:
     return StepMs(verify_ms / steps, (sum(totals.stage_ms.values()) - verify_ms) / steps, totals.drafted / steps)
 
 
-def _repeated(
+def repeated(
     runtime: Runtime, prompts: Sequence[BenchPrompt], how: Mapping[str, SpeculationParams], settings: Settings,
     rounds: int, progress: Progress,
 ) -> list[Run]:  # fmt: skip
@@ -196,7 +201,7 @@ def check(
     """Decode the prompts plainly and with trees of the predicted sizes. Return both gains by drafter and batch.
 
     One sequence is timed as a whole. Texts and trees are the same in a batch, so its tokens a step are those of one
-    sequence; its steps are timed.
+    sequence; its steps are timed as for the prediction, without those that compute a drafter's rows of the prompts.
     predicted: by drafter and batch.   Raises UsageError if every output is too short to time.
     """
 
@@ -211,11 +216,13 @@ def check(
     for batch in next(iter(predicted.values())):
         how, steps = ways(batch), dict[str, StepMs]()
         if batch == 1:
-            runs = _repeated(runtime, prompts, how, settings, CHECK_ROUNDS, progress)
+            runs = repeated(runtime, prompts, how, settings, CHECK_ROUNDS, progress)
         else:
             runs = compare(runtime, prompts, list(how), replace(settings, ways=how), progress)
-            ids = list(islice(cycle(run.token_ids for run in runs), batch))
-            steps = _batch_steps(runtime, ids, settings.params, {PLAIN: SpeculationParams(PLAIN), **how}, progress)
+            steps = _batch_steps(
+                runtime, _spread([run.token_ids for run in runs], batch), settings.params,
+                {PLAIN: SpeculationParams(PLAIN), **how}, progress,
+            )  # fmt: skip
         runs = [run for run in runs if run.timed]
         if not runs:
             raise UsageError("every output is too short to time", "raise --max-new-tokens, or give other prompts")

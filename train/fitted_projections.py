@@ -18,8 +18,8 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.states import run_verifier
 
-_ROWS_A_COLUMN, _MOST_ROWS = 50, 58_000
-"""Rows of text for every input of a projection, and in all: the verifier computes those whose states are not kept."""
+_ROWS_A_COLUMN, _FEWEST, _MOST_ROWS = 50, 19, 58_000
+"""Rows of text for every input of a projection, fewer from so many in all on: the verifier computes them."""
 _RIDGE = 1e-3
 """Part of the mean square of inputs that is added to every square."""
 
@@ -38,7 +38,7 @@ def fit_projections(
     As many of `batches` as needed are read. The verifier computes those without kept hidden states.
     """
     columns = max(projection.in_features for projection, _ in projections)
-    needed = min(columns * _ROWS_A_COLUMN, _MOST_ROWS)
+    needed = min(columns * _ROWS_A_COLUMN, max(columns * _FEWEST, _MOST_ROWS))
     sums = [_Sums(projection) for projection, _ in projections]
     rows = 0
     for batch in batches:

@@ -23,7 +23,7 @@ CONFIG = "genai_config.json"
 
 
 class GenaiDecoder:
-    """An open model. Its end token becomes the vocabulary's last token, so that text continues past its end."""
+    """An open model, which `convert` wrote."""
 
     def __init__(self, model: PeerModel) -> None:
         import onnxruntime_genai as genai
@@ -40,12 +40,8 @@ class GenaiDecoder:
         self.settings = session | {mode: SPECULATIVE[mode] for mode in self.modes[1:]}
 
     def _opened(self, folder: Path, overlay: dict[str, Any]) -> Any:
-        """Open a model. An end token that is a list does not replace a number."""
-        model = json.loads((folder / CONFIG).read_text())["model"]
-        last = model["vocab_size"] - 1
-        end = [last] if isinstance(model["eos_token_id"], list) else last
         config = self._genai.Config(str(folder))
-        config.overlay(json.dumps({"model": {"eos_token_id": end, **overlay}}))
+        config.overlay(json.dumps({"model": overlay}))
         return self._genai.Model(config)
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
@@ -79,9 +75,16 @@ def write_pair(target: Path, draft: Path, folder: Path) -> None:
 
 
 def convert(source: PeerSource, precision: Precision, folder: Path) -> None:
-    """Run its model builder, whose defaults for CPUs are blocks of 32 and accuracy level 4."""
+    """Run its model builder, whose defaults for CPUs are blocks of 32 and accuracy level 4.
+
+    The only end token becomes the vocabulary's last token, so that text continues past its end. Options of opening do
+    not replace several end tokens.
+    """
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu", "-p", precision]
     run_tool([*builder, "-i", source.checkpoint, "-o", folder, "-c", folder / "cache"])
+    config = json.loads((folder / CONFIG).read_text())
+    config["model"]["eos_token_id"] = config["model"]["vocab_size"] - 1
+    (folder / CONFIG).write_text(json.dumps(config, indent=2))
 
 
 GENAI = Peer(

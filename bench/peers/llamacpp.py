@@ -86,11 +86,11 @@ def quantize(source: PeerSource, precision: Precision, folder: Path) -> None:
 
 
 def link(source: PeerSource, precision: Precision, folder: Path) -> None:
-    """Link the checkpoint's GGUF file. Raises PeerError if it is not of 4 bits, and the errors of reading it."""
+    """Link the checkpoint's GGUF file. Raises PeerError if it is not OF_4_BITS, and the errors of reading it."""
     given = gguf_file(source.checkpoint).resolve()
     found = read_header(given).metadata.get("general.file_type")
     if str(found) not in OF_4_BITS:
-        raise PeerError(f"{given} is not of 4 bits (general.file_type {found})")
+        raise PeerError(f"{given} is not in Q4_0, Q4_1, Q4_K_S or Q4_K_M (general.file_type {found})")
     (folder / FILE).symlink_to(given)
 
 

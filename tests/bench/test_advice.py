@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.bench.runs import make_generation, make_run
 
+from redraft.bench import advice_runs
 from redraft.bench.advice import (
     AcceptanceCurve,
     DraftStep,
@@ -23,8 +25,9 @@ from redraft.bench.advice import (
     table,
 )
 from redraft.bench.advice_runs import in_batches
-from redraft.bench.compare import PLAIN
+from redraft.bench.compare import PLAIN, Settings
 from redraft.bench.plots import Pictures
+from redraft.runtime import SamplingParams
 from redraft.runtime.controllers.cost import CostCurve
 
 FRESH = [DraftStep(0, 3, (1, 2)), DraftStep(0, 3, (1,)), DraftStep(0, 3, (3,)), DraftStep(0, 3, ())]
@@ -143,3 +146,11 @@ def test_the_gain_in_a_batch_is_that_of_whole_texts_with_its_steps() -> None:
     ]
     found = in_batches(runs, "own", {PLAIN: StepMs(1.5, 0.5, 0.0), "own": StepMs(2.0, 1.0, 4.0)})
     assert found.ratio == pytest.approx(40 * 2 / (12 * 3))
+
+
+def test_prompts_are_decoded_so_many_times_and_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 12.0, 24.0])
+    monkeypatch.setattr(advice_runs, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(advice_runs, "compare", lambda runtime, prompts, *rest: [*prompts])
+    prompts, settings = [make_run().prompt], Settings(SamplingParams())
+    assert advice_runs.repeated(None, prompts, {}, settings, 3, print) == prompts * 6  # type: ignore[arg-type]

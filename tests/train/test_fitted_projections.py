@@ -41,9 +41,12 @@ def test_only_as_many_texts_are_computed_as_the_fit_needs(verifier, monkeypatch)
     monkeypatch.setattr(fitted_projections, "run_verifier", counted)
     fitted(verifier, texts(40, 0))
     assert len(calls) == 11  # of 8 * 19 rows, for 50 * 32
-    monkeypatch.setattr(fitted_projections, "_MOST_ROWS", 500)
+    monkeypatch.setattr(fitted_projections, "_MOST_ROWS", 700)
     fitted(verifier, texts(40, 0))
-    assert len(calls) == 11 + 4
+    assert len(calls) == 11 + 5
+    monkeypatch.setattr(fitted_projections, "_MOST_ROWS", 100)
+    fitted(verifier, texts(40, 0))
+    assert len(calls) == 11 + 5 + 4  # 19 * 32
 
 
 def test_kept_hidden_states_are_read_and_not_computed_again(verifier, monkeypatch):

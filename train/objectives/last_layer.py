@@ -16,7 +16,7 @@ from redraft.train.distillation import ChainAttention
 from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
 
-OTHER_INIT = "leave the drafter's sizes to the verifier (intermediate_size may be smaller), or set init = 'random'"
+OTHER_INIT = "leave the drafter's sizes to the verifier, or set init = 'random'"
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _RANKED_ROWS = 4096
 """Rows of texts that neurons are ranked by."""
@@ -39,7 +39,8 @@ def begin_with_layers(
 
     A narrower feed-forward gets the neurons whose outputs have the largest mean square on some texts.
     layers: by the name of the drafter's, the verifier's last layer at the end. Returns the batches that were read.
-    Raises UsageError if a drafter's layer has another shape, or computes something else with the verifier's weights.
+    Raises UsageError if a drafter's layer has another shape, or if the last one computes something else with the
+    verifier's weights.
     """
     body, state = verifier.model.get_decoder(), drafter.state_dict()
     whole = {
@@ -48,24 +49,27 @@ def begin_with_layers(
     }
     if not all(f"{name}.weight" in layer for layer in whole.values() for name in _FEED_FORWARD):
         raise _other_form()
-    read = [next(batches)]
-    width = len(state[f"{next(iter(layers))}.up_proj.weight"])
-    if width < min(len(layer["up_proj.weight"]) for layer in whole.values()):
-        while sum(batch.size for batch in read) < _RANKED_ROWS and (batch := next(batches, None)):
-            read.append(batch)
-        kept = {number: _narrowed(layer, width, number, verifier, read) for number, layer in whole.items()}
-    else:
-        kept = whole
     found = {"norm.weight": body.norm.weight}
-    found |= {f"{name}.{own}": tensor for name, number in layers.items() for own, tensor in kept[number].items()}
+    found |= {f"{name}.{own}": tensor for name, number in layers.items() for own, tensor in whole[number].items()}
+    width = len(state[f"{next(iter(layers))}.up_proj.weight"])
+    narrow = width < min(len(layer["up_proj.weight"]) for layer in whole.values())
+    feed_forward = tuple(f"{name}.weight" for name in _FEED_FORWARD)
     for name, tensor in found.items():
+        if narrow and name.endswith(feed_forward):
+            continue
         if name not in state or state[name].shape != tensor.shape:
             raise UsageError(
                 f"drafter.init: {name} of the verifier's layers does not fit a drafter of this shape",
-                OTHER_INIT,
+                "leave the drafter's sizes to the verifier (intermediate_size may be smaller), or set init = 'random'",
             )
-        state[name] = tensor.to(torch.float32).clone()
-    drafter.load_state_dict(state)
+    read = [next(batches)]
+    if narrow:
+        while sum(batch.size for batch in read) < _RANKED_ROWS and (batch := next(batches, None)):
+            read.append(batch)
+        ranks = ranked_neurons(whole, verifier, read)
+        kept = {number: _narrowed(layer, ranks[number][:width].sort().values) for number, layer in whole.items()}
+        found |= {f"{name}.{own}": tensor for name, number in layers.items() for own, tensor in kept[number].items()}
+    drafter.load_state_dict(state | {name: tensor.to(torch.float32) for name, tensor in found.items()})
     drafter.to(verifier.model.device)
     name, number = [*layers.items()][-1]
     last = _with_feed_forward(drafter.get_submodule(name), whole[number])  # type: ignore[arg-type]
@@ -73,30 +77,37 @@ def begin_with_layers(
     return read
 
 
-def _narrowed(
-    layer: Mapping[str, torch.Tensor], width: int, number: int, verifier: VerifierModel, texts: Iterable[Batch]
-) -> dict[str, torch.Tensor]:
-    """Return a layer whose feed-forward has only the `width` neurons that add most to the rows of texts.
+def ranked_neurons(numbers: Iterable[int], verifier: VerifierModel, texts: Iterable[Batch]) -> dict[int, torch.Tensor]:
+    """Return the neurons of some layers, those first whose outputs have the largest mean square on texts.
 
     Rows of the first position count for nothing: in many models they are far larger than all others.
     """
-    product = verifier.model.get_decoder().layers[number].mlp.down_proj
-    added = torch.zeros(product.in_features, device=product.weight.device)
-    for batch in texts:
-        real = torch.arange(batch.tokens.shape[1]) < batch.ends.cpu()[:, None]
-        real[:, 0] = False
+    products = {number: verifier.model.get_decoder().layers[number].mlp.down_proj for number in numbers}
+    squares = {one: torch.zeros(one.in_features, device=one.weight.device) for one in products.values()}
+    real = torch.zeros(0, dtype=torch.bool)
 
-        def add(_: nn.Module, args: tuple[torch.Tensor], real: torch.Tensor = real) -> None:
-            added.add_(args[0][real].float().square().sum(0))
+    def add(product: nn.Module, args: tuple[torch.Tensor]) -> None:
+        squares[product].add_(args[0][real].float().square().sum(0))
 
-        hook = product.register_forward_pre_hook(add)
-        try:
+    hooks = [product.register_forward_pre_hook(add) for product in products.values()]
+    try:
+        for batch in texts:
+            real = torch.arange(batch.tokens.shape[1]) < batch.ends.cpu()[:, None]
+            real[:, 0] = False
             run_verifier(verifier.model, batch.tokens.to(verifier.model.device), every_logit=False)
-        finally:
+    finally:
+        for hook in hooks:
             hook.remove()
-    kept = (added * product.weight.float().square().sum(0)).topk(width).indices.sort().values
+    return {
+        number: (squares[product] * product.weight.float().square().sum(0)).argsort(descending=True)
+        for number, product in products.items()
+    }
+
+
+def _narrowed(layer: Mapping[str, torch.Tensor], kept: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the feed-forward of a layer with these neurons alone."""
     gate, up, down = (layer[f"{name}.weight"] for name in _FEED_FORWARD)
-    return {**layer, "gate_proj.weight": gate[kept], "up_proj.weight": up[kept], "down_proj.weight": down[:, kept]}
+    return {"gate_proj.weight": gate[kept], "up_proj.weight": up[kept], "down_proj.weight": down[:, kept]}
 
 
 def _with_feed_forward(layer: DrafterLayer, whole: Mapping[str, torch.Tensor]) -> DrafterLayer:

@@ -12,8 +12,8 @@ from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.mtp import MtpModule, load_mtp
-from redraft.train.objectives import find_training
-from redraft.train.objectives.last_layer import begin_with_layers
+from redraft.train.objectives import find_training, last_layer
+from redraft.train.objectives.last_layer import begin_with_layers, ranked_neurons
 from redraft.train.objectives.lyanna import LyannaObjective, LyannaTable, chains, start_from_layer, start_from_mtp
 from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
@@ -200,6 +200,29 @@ def test_padding_ranks_no_neurons(verifier):
     tokens = torch.randint(0, 400, (2, 90), generator=torch.Generator().manual_seed(0))
     assert torch.equal(kept(tokens), kept(tokens[:, :20]))
     assert not torch.equal(kept(tokens), kept(tokens.flip(1)))
+
+
+def test_the_first_token_ranks_no_neurons(verifier):
+    batch, last = Batch.whole(torch.arange(48).reshape(2, 24), ("a", "a"), 3), verifier.layers - 1
+    ranks = ranked_neurons([last], verifier, [batch])[last]
+
+    def huge(_, args):
+        rows = args[0].clone()
+        rows[:, 0, ranks[-1]] = 1e9
+        return (rows,)
+
+    hook = verifier.model.get_decoder().layers[last].mlp.down_proj.register_forward_pre_hook(huge)
+    found = ranked_neurons([last], verifier, [batch])[last]
+    hook.remove()
+    assert torch.equal(found, ranks)
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(48, 1), (49, 2)])
+def test_neurons_are_ranked_by_so_many_tokens(verifier, monkeypatch, rows, batches):
+    monkeypatch.setattr(last_layer, "_RANKED_ROWS", rows)
+    texts = iter([Batch.whole(torch.arange(48).reshape(2, 24), ("a", "a"), 3)] * 3)
+    drafter = fresh(verifier, intermediate_size=8)
+    assert len(begin_with_layers(drafter, {"layer": verifier.layers - 1}, verifier, texts)) == batches
 
 
 def test_a_start_from_the_last_layer_of_a_qwen_has_its_biases():
