@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from redraft.runtime.replicas import gateway as gateways
 from redraft.runtime.replicas.calls import Call
 from redraft.runtime.server.app import create_app
 from redraft.runtime.server.settings import ServerSettings
@@ -88,7 +90,16 @@ def test_wrong_requests_have_the_status_that_one_runtime_gives() -> None:
         assert client.get("/batch").json()["slots"] == 4
 
 
-def test_it_is_not_ready_without_a_replica() -> None:
-    with served(lambda *_: False) as (client, _):
+def test_it_is_not_ready_without_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateways, "_PING_SECONDS", 0.01)
+    silent = threading.Event()
+
+    async def ping() -> None:
+        silent.set()  # so an earlier answer has been noted
+        raise ConnectionError
+
+    with served(lambda *_: False) as (client, replicas):
+        monkeypatch.setattr(replicas, "ping", ping)
+        assert silent.wait(60)
         client.app.state.service.runtime._answered -= 60  # type: ignore[attr-defined]
         assert "no replica has answered" in error_of(client.get("/ready"), 503)["message"]
