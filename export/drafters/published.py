@@ -35,7 +35,7 @@ from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.base import AnyCheckpoint, read_json_object
 from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, is_plain_checkpoint, listed
-from redraft.export.drafters.published_block import BLOCKS, block_states, recognise_block
+from redraft.export.drafters.published_block import block_states, recognise_block
 from redraft.export.drafters.published_checks import OTHER_VERIFIER
 from redraft.export.drafters.published_tensors import TENSORS, PublishedTensors
 from redraft.export.gguf.checkpoint import SUFFIX
@@ -49,9 +49,13 @@ FIRST_METHODS = (FIRST, "eagle2", "hass")
 """Methods whose drafters have EAGLE-1's form, so that each may use the others'. Published files do not say which."""
 KNOWN = (
     "EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators, DFlash or JetSpec in "
-    "z-lab's, or DSpark in DeepSpec's"
+    "z-lab's, DSpark in DeepSpec's, or DFlash or DSpark in speculators'"
 )
 
+_OWNERS: Mapping[Layout, str] = {
+    "safeailab": "SafeAILab's", "specforge": "SpecForge's", "speculators": "speculators'", "z-lab": "z-lab's",
+    "deepspec": "DeepSpec's",
+}  # fmt: skip
 _KIND = "speculators_model_type"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _SPECFORGE = "LlamaForCausalLMEagle3"
@@ -70,12 +74,15 @@ class Published:
     @property
     def description(self) -> str:
         """The form and the layout, such as "EAGLE-3 in SpecForge's layout"."""
-        if self.layout in BLOCKS:
-            form, owner = ROWS[self.method].summary.partition(":")[0], BLOCKS[self.layout]
-        else:
-            form = "EAGLE-3" if self.method == THIRD else "EAGLE-1, EAGLE-2 or HASS"
-            owner = {"safeailab": "SafeAILab's", "specforge": "SpecForge's", "speculators": "speculators'"}[self.layout]
-        return f"{form} in {owner} layout"
+        form = "EAGLE-3" if self.method == THIRD else "EAGLE-1, EAGLE-2 or HASS"
+        if self.drafts_blocks:
+            form = ROWS[self.method].summary.partition(":")[0]
+        return f"{form} in {_OWNERS[self.layout]} layout"
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """True if its drafter drafts a block in one pass."""
+        return ROWS[self.method].family == "block"
 
 
 def recognise(path: Path) -> Published | None:
@@ -87,10 +94,10 @@ def recognise(path: Path) -> Published | None:
         values = read_json_object(path / CONFIG_FILE)
     except (OSError, CheckpointError):
         return None
-    if kind := values.get(_KIND):
-        return Published(path, kind, "speculators") if kind in (FIRST, THIRD) else None
     if block := recognise_block(values):
         return Published(path, *block)
+    if kind := values.get(_KIND):
+        return Published(path, kind, "speculators") if kind in (FIRST, THIRD) else None
     architectures = [name for name in values.get("architectures") or () if isinstance(name, str)]
     try:
         names = set(PublishedTensors.open(path).shapes)
@@ -154,7 +161,7 @@ def read_states(path: Path, verifier: AnyCheckpoint) -> tuple[str, ...] | None:
         if published.method == FIRST:
             return (LAST_HIDDEN_STATE,)
         layers = decoder_shape(model_config.load_config(verifier)).layers
-        read = block_states if published.layout in BLOCKS else states_of
+        read = block_states if published.drafts_blocks else states_of
         return read(path, read_json_object(path / CONFIG_FILE), layers)
     if is_plain_checkpoint(path):
         return None

@@ -1,19 +1,26 @@
 """Published drafters that draft a block in one pass: their layouts, and their conversion.
 
-| layout   | project              | architecture       | forms   | config.json                                        |
-|----------|----------------------|--------------------|---------|----------------------------------------------------|
-| z-lab    | z-lab/dflash         | `DFlashDraftModel` | DFlash  | `block_size`, `num_target_layers`, `dflash_config` |
-| z-lab    | hao-ai-lab/JetSpec   | `DFlashDraftModel` | JetSpec | the same, with `causal_head` in `dflash_config`    |
-| deepspec | deepseek-ai/DeepSpec | `Qwen3DSparkModel` | DSpark  | `block_size`, `target_layer_ids`, `mask_token_id`, |
-|          |                      |                    |         | `markov_rank`, `enable_confidence_head`            |
+| layout      | project                  | forms          | recognised by                                             |
+|-------------|--------------------------|----------------|-----------------------------------------------------------|
+| z-lab       | z-lab/dflash             | DFlash         | `dflash_config`, or the architecture `DFlashDraftModel`   |
+| z-lab       | hao-ai-lab/JetSpec       | JetSpec        | the same, and `causal_head` in `dflash_config`            |
+| deepspec    | deepseek-ai/DeepSpec     | DSpark         | the architecture `Qwen3DSparkModel`                       |
+| speculators | vllm-project/speculators | DFlash, DSpark | `speculators_model_type`, `dflash` or `dspark`            |
 
-`dflash_config` has `mask_token_id` and `target_layer_ids`. Tensors are `layers.N.*` as in transformers' Qwen3, `fc`,
-`hidden_norm` and `norm`. DSpark also has `markov_head.markov_w1`, `markov_head.markov_w2` and `confidence_head.proj`,
-and copies of the verifier's embedding and head.
+Settings are in config.json itself, z-lab's in its `dflash_config` too, and the layers of speculators have a
+`transformer_layer_config` of their own.
 
-A block of B rows drafts B - 1 tokens, DSpark's B. Id 3 of `target_layer_ids` is the output of layer 3, from 0. That of
-the last layer is the state after the final norm, as transformers returns it. Without ids, a drafter of one layer reads
-that of L / 2. Those of several layers are spread from 1 to L - 3.
+Tensors are `layers.N.*` as in transformers' Qwen3, `fc`, `hidden_norm` and `norm`, with `markov_rank` also
+`markov_head.markov_w1` and `markov_w2`, with `enable_confidence_head` `confidence_head.proj`. DeepSpec and speculators
+add copies of the verifier's embedding and head, speculators those rows of the head that `d2t` names.
+
+A block of B rows drafts B - 1 tokens, or B if its anchor predicts: DeepSpec's, and speculators' by
+`sample_from_anchor`, which is true by default for DSpark alone.
+
+Id 3 of `target_layer_ids` is the output of layer 3, from 0. That of the last layer is the state after the final norm,
+as transformers returns it. Without ids, a drafter of one layer reads that of L / 2. Those of several layers are spread
+from 1 to L - 3. Id 3 of speculators' `aux_hidden_state_layer_ids` is what enters layer 3, and no state is after the
+final norm. Without them, they are 2, L / 2 and L - 3.
 """
 
 from __future__ import annotations
@@ -41,18 +48,19 @@ from redraft.export.drafters.published_checks import (
     check_matrix,
     check_sizes,
     check_tensors,
+    draft_vocabulary,
     layer_configuration,
     verifier_matrix,
 )
-from redraft.export.drafters.published_tensors import EMBEDDING, HEAD, IN_LAYER, PublishedTensors
+from redraft.export.drafters.published_tensors import D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
 from redraft.methods import ROWS
 from redraft.names import LAST_HIDDEN_STATE
 
-BlockLayout = Literal["z-lab", "deepspec"]
-BLOCKS: Mapping[str, str] = {"z-lab": "z-lab's", "deepspec": "DeepSpec's"}
-"""The layouts and their owners."""
+BlockLayout = Literal["z-lab", "deepspec", "speculators"]
 _MASKS, _AFTER_TOKENS = "DFlashDraftModel", "Qwen3DSparkModel"
-_NESTED = "dflash_config"
+_KIND = "speculators_model_type"
+_KINDS = ("dflash", "dspark")
+_LAYERS = "transformer_layer_config"
 _FORMS = {
     (bool(row.form.get("causal")), bool(row.form.get("anchor_predicts"))): name
     for name, row in ROWS.items()
@@ -87,9 +95,29 @@ class _Published(Protocol):
 def recognise_block(values: Mapping[str, Any]) -> tuple[str, BlockLayout] | None:
     """Return the method and the layout of a configuration of a drafter that drafts blocks; None for any other."""
     architectures = values.get("architectures") or ()
-    if _MASKS in architectures or isinstance(values.get(_NESTED), dict):
-        return _FORMS[bool(_nested(values).get("causal_head")), False], "z-lab"
-    return (_FORMS[False, True], "deepspec") if _AFTER_TOKENS in architectures else None
+    layout: BlockLayout | None = None
+    if _KIND in values:
+        layout = "speculators" if values[_KIND] in _KINDS else None
+    elif _MASKS in architectures or isinstance(values.get("dflash_config"), dict):
+        layout = "z-lab"
+    elif _AFTER_TOKENS in architectures:
+        layout = "deepspec"
+    own = _settings(values)
+    form = bool(own.get("causal_head")), bool(own.get("sample_from_anchor"))
+    return (_FORMS[form], layout) if layout else None
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration of any layout as one mapping, its own and its layers', with the layout's defaults."""
+    own: dict[str, Any] = {}
+    if values.get(_KIND) == "dspark":
+        own = {"sample_from_anchor": True, "markov_rank": 256, "enable_confidence_head": True}
+    elif _AFTER_TOKENS in (values.get("architectures") or ()):
+        own = {"sample_from_anchor": True}
+    own |= values
+    for nested in ("dflash_config", _LAYERS):
+        own |= values[nested] if isinstance(values.get(nested), dict) else {}
+    return own
 
 
 def block_states(path: Path, values: Mapping[str, Any], layers: int) -> tuple[str, ...]:
@@ -97,10 +125,16 @@ def block_states(path: Path, values: Mapping[str, Any], layers: int) -> tuple[st
 
     Raises CheckpointError for other ids than different layers of the verifier.
     """
-    ids = _nested(values).get("target_layer_ids") or values.get("target_layer_ids")
-    count = values.get("num_hidden_layers", 1)
-    ids = ids or (_spread(layers, count) if isinstance(count, int) and count > 0 else [])
+    own = _settings(values)
+    entered = _KIND in own  # ids are layers that a state enters
+    ids = own.get("aux_hidden_state_layer_ids" if entered else "target_layer_ids")
+    count = own.get("num_hidden_layers", 1)
+    if not ids and entered:
+        ids = [2, layers // 2, layers - 3]
+    elif not ids:
+        ids = _spread(layers, count) if isinstance(count, int) and count > 0 else []
     whole = isinstance(ids, list) and ids and all(isinstance(layer, int) for layer in ids)
+    ids = [layer - entered for layer in ids] if whole else ids
     if whole and min(ids) == -1:
         raise CheckpointError(f"{path} reads embeddings (layer -1), which redraft's drafters do not", NOT_COVERED)
     if not whole or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= layers:
@@ -108,89 +142,95 @@ def block_states(path: Path, values: Mapping[str, Any], layers: int) -> tuple[st
             f"{path} reads the outputs of layers {ids}, expected different layers from 0 to {layers - 1}",
             OTHER_VERIFIER,
         )
-    return tuple(LAST_HIDDEN_STATE if layer == layers - 1 else str(layer) for layer in ids)
+    return tuple(LAST_HIDDEN_STATE if layer == layers - 1 and not entered else str(layer) for layer in ids)
 
 
 def block_drafter(
     published: _Published, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors,
     verifier: AnyCheckpoint,
-) -> tuple[BlockConfig, BlockDrafter, None]:  # fmt: skip
-    """Return the drafter of a published checkpoint, in bf16. Its draft vocabulary is the whole one.
+) -> tuple[BlockConfig, BlockDrafter, torch.Tensor | None]:  # fmt: skip
+    """Return the drafter of a published checkpoint, in bf16, and its draft vocabulary, None for the whole one.
 
     Raises CheckpointError if it does not fit the verifier, or has a part that redraft's drafters do not have.
     """
+    own = _settings(values)
     config = _configuration(published, values, target, stored)
     with torch.device("meta"):
         module = BlockDrafter(config).to(torch.bfloat16)
     names = {ours: _published_name(ours) for ours in module.state_dict() if ours != "mask"}
     shapes = {names[ours]: tuple(tensor.shape) for ours, tensor in module.state_dict().items() if ours in names}
     size = config.vocab_size, config.hidden_size
-    shapes |= {name: size for name in (EMBEDDING, HEAD) if name in stored.shapes}
-    after_state = config.confidence and not values.get("confidence_head_with_markov", True)
+    copies = {
+        EMBEDDING: size, HEAD: (config.draft_size, config.hidden_size), D2T: (config.draft_size,), T2D: size[:1],
+    }  # fmt: skip
+    needed = {*stored.shapes, *((D2T,) if config.draft_vocab_size else ())}
+    shapes |= {name: shape for name, shape in copies.items() if name in needed}
+    after_state = config.confidence and not own.get("confidence_head_with_markov", True)
     if after_state:
         shapes["confidence_head.proj.weight"] = 1, config.hidden_size
     check_tensors(stored, shapes)
-    for name in (EMBEDDING, HEAD):
-        check_matrix(stored, verifier, target, name)
+    vocabulary = draft_vocabulary(stored, config)
+    check_matrix(stored, verifier, target)
+    check_matrix(stored, verifier, target, HEAD, vocabulary)
     module = module.to_empty(device="cpu").requires_grad_(False)
     for ours, name in names.items():
         numbers = stored.numbers(name)
         if after_state and ours == "confidence.weight":  # this head does not read the token before
             numbers = F.pad(numbers, (0, config.token_rank))
         module.get_parameter(ours).copy_(numbers)
-    token = _mask_token(published.path, values, config.vocab_size)
+    token = _mask_token(published.path, own, config.vocab_size)
     source, parameter_name = verifier_matrix(verifier, target, EMBEDDING, size)
     module.mask.copy_(torch.from_numpy(source.rows(parameter_name, token, token + 1))[0])
-    return config, module, None
+    return config, module, vocabulary
 
 
 def _configuration(
     published: _Published, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors
 ) -> BlockConfig:
     """Return the drafter's configuration. Raises CheckpointError if it does not fit the verifier or our module."""
-    path, shape, after_tokens = published.path, decoder_shape(target), published.layout == "deepspec"
-    config = layer_configuration(path, values)
-    check_sizes(path, {**values, **_nested(values)}, config, target)
-    rank = 0 if not after_tokens or values.get("markov_rank") is None else values["markov_rank"]
+    path, shape, own = published.path, decoder_shape(target), _settings(values)
+    anchor_predicts = bool(own.get("sample_from_anchor"))
+    config = layer_configuration(path, values.get(_LAYERS, values))
+    check_sizes(path, own, config, target)
+    rank = 0 if own.get("markov_rank") is None else own["markov_rank"]
     if type(rank) is not int or rank < 0:
         raise CheckpointError(f"{path / CONFIG_FILE}: markov_rank {rank!r} is no number of columns", FITTING)
-    head = values.get("markov_head_type", "vanilla")
+    head = own.get("markov_head_type", "vanilla")
     check_features(path, config, (rank > 0 and head != "vanilla", f"a Markov head of type {head!r}"))
-    expected = values.get("num_target_layers", shape.layers)
+    expected = own.get("num_target_layers", shape.layers)
     if expected != shape.layers:
         raise CheckpointError(f"{path} is for a verifier of {expected} layers, not {shape.layers}", OTHER_VERIFIER)
-    found, block = decoder_shape(config), values.get("block_size")
-    if not isinstance(block, int) or block <= (not after_tokens):
+    found, block = decoder_shape(config), own.get("block_size")
+    if not isinstance(block, int) or block <= (not anchor_predicts):
         raise CheckpointError(f"{path / CONFIG_FILE}: block_size {block!r} is no number of a block's rows", FITTING)
+    drafted = own.get("draft_vocab_size") or found.vocabulary
+    if not isinstance(drafted, int) or not 0 < drafted <= found.vocabulary:
+        raise CheckpointError(f"{path / CONFIG_FILE}: draft_vocab_size {drafted!r} is no number of tokens", FITTING)
     sizes = verifier_sizes(config, found.vocabulary)
     return BlockConfig(
         **{**sizes, "logit_scale": model_config.logit_scale(target)},
         layers=found.layers,
-        steps=block if after_tokens else block - 1,
-        causal=bool(_nested(values).get("causal_head")),
-        anchor_predicts=after_tokens,
+        steps=block if anchor_predicts else block - 1,
+        causal=bool(own.get("causal_head")),
+        anchor_predicts=anchor_predicts,
         token_rank=rank,
-        confidence=after_tokens and bool(values.get("enable_confidence_head")),
+        confidence=bool(own.get("enable_confidence_head")),
         head_norms="layers.0.self_attn.q_norm.weight" in stored.shapes,
         qkv_bias="layers.0.self_attn.q_proj.bias" in stored.shapes,
         hidden_states=block_states(path, values, shape.layers),
+        draft_vocab_size=0 if drafted == found.vocabulary else drafted,
     )
 
 
-def _mask_token(path: Path, values: Mapping[str, Any], vocabulary: int) -> int:
+def _mask_token(path: Path, own: Mapping[str, Any], vocabulary: int) -> int:
     """Return the token whose embedding masks have. Raises CheckpointError if there is no such token."""
-    token = {**values, **_nested(values)}.get("mask_token_id")
+    token = own.get("mask_token_id")
     if not isinstance(token, int) or not 0 <= token < vocabulary:
         raise CheckpointError(
             f"{path / CONFIG_FILE}: mask_token_id {token!r} is no token of the verifier, from 0 to {vocabulary - 1}",
             FITTING,
         )
     return token
-
-
-def _nested(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = values.get(_NESTED)
-    return found if isinstance(found, dict) else {}
 
 
 def _spread(layers: int, drafted: int) -> list[int]:

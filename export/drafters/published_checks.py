@@ -17,7 +17,8 @@ from redraft.export.checkpoint.loading import load_tensors
 from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.checkpoint.sources import Source
 from redraft.export.drafters.checkpoint import CONFIG_FILE, differences
-from redraft.export.drafters.published_tensors import EMBEDDING, HEAD, PublishedTensors
+from redraft.export.drafters.layer import LayerConfig
+from redraft.export.drafters.published_tensors import D2T, EMBEDDING, HEAD, T2D, PublishedTensors
 from redraft.export.graph import decoder
 
 OTHER_VERIFIER = "give the verifier that this drafter was trained for"
@@ -77,6 +78,30 @@ def check_tensors(stored: PublishedTensors, shapes: Mapping[str, tuple[int, ...]
         raise CheckpointError(f"{stored.path}: {'; '.join(problems)}", FITTING)
 
 
+def draft_vocabulary(stored: PublishedTensors, config: LayerConfig) -> torch.Tensor | None:
+    """Return the sorted tokens of the columns, int64 [H]; None if they are all tokens.
+
+    Raises CheckpointError for a map that is not one to tokens in ascending order.
+    """
+    if D2T not in stored.shapes:
+        return None
+    offsets = stored.integers(D2T)
+    tokens, last, problem = offsets + torch.arange(len(offsets)), config.vocab_size - 1, ""
+    if int(tokens.min()) < 0 or int(tokens.max()) > last:
+        problem = f"{D2T} maps to tokens from {int(tokens.min())} to {int(tokens.max())}, expected 0 to {last}"
+    elif not bool((tokens.diff() > 0).all()):
+        column = int((tokens.diff() <= 0).nonzero()[0]) + 1
+        problem = f"{D2T} does not map to ascending tokens: column {column} is {int(tokens[column])}"
+    elif T2D in stored.shapes and config.draft_vocab_size:  # writers leave it at either value for all tokens
+        drafted = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
+        different = (stored.integers(T2D).bool() != drafted).nonzero()
+        if len(different):
+            problem = f"{T2D} disagrees with {D2T} for {len(different)} tokens, first {int(different[0])}"
+    if problem:
+        raise CheckpointError(f"{stored.path}: {problem}", "download the checkpoint again, or train another")
+    return tokens if config.draft_vocab_size else None
+
+
 def verifier_matrix(
     verifier: AnyCheckpoint, target: PretrainedConfig, name: str, shape: tuple[int, ...]
 ) -> tuple[Source, str]:
@@ -90,21 +115,26 @@ def verifier_matrix(
 
 
 def check_matrix(
-    stored: PublishedTensors, verifier: AnyCheckpoint, target: PretrainedConfig, name: str = EMBEDDING
-) -> None:
+    stored: PublishedTensors, verifier: AnyCheckpoint, target: PretrainedConfig, name: str = EMBEDDING,
+    tokens: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Raise CheckpointError if the checkpoint has an EMBEDDING or a HEAD that is not the verifier's.
 
     They are compared in the type that it is stored in. The verifier's is read a few rows at a time.
+    tokens: of the checkpoint's rows, ascending; None if it has all rows.
     """
     if name not in stored.shapes:
         return
     published, row = stored.numbers(name), 0
-    source, parameter = verifier_matrix(verifier, target, name, tuple(published.shape))
+    tokens = torch.arange(len(published)) if tokens is None else tokens
+    shape = decoder_shape(target)
+    source, parameter = verifier_matrix(verifier, target, name, (shape.vocabulary, shape.hidden))
     what = "embedding" if name == EMBEDDING else "head"
     for slab in source.slabs(parameter):
-        own, here = torch.from_numpy(slab).to(published.dtype), published[row : row + len(slab)]
+        rows = (tokens >= row) & (tokens < row + len(slab))
+        own, here = torch.from_numpy(slab)[tokens[rows] - row].to(published.dtype), published[rows]
         if not torch.equal(own, here):
-            first = row + int((own != here).any(1).nonzero()[0])
+            first = int(rows.nonzero()[0]) + int((own != here).any(1).nonzero()[0])
             raise CheckpointError(
                 f"{stored.path}: {name} differs from the verifier's {what}, first in row {first}",
                 f"redraft drafts with the verifier's {what}; " + OTHER_VERIFIER,

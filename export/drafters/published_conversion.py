@@ -26,12 +26,13 @@ from redraft.export.drafters.published import (
     recognise,
     states_of,
 )
-from redraft.export.drafters.published_block import BLOCKS, block_drafter
+from redraft.export.drafters.published_block import block_drafter
 from redraft.export.drafters.published_checks import (
     check_features,
     check_matrix,
     check_sizes,
     check_tensors,
+    draft_vocabulary,
     layer_configuration,
 )
 from redraft.export.drafters.published_tensors import BIASES, D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
@@ -56,7 +57,7 @@ def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) 
     values = read_json_object(path / CONFIG_FILE)
     target = model_config.load_config(verifier)
     stored = PublishedTensors.open(path)
-    read = block_drafter if published.layout in BLOCKS else _drafter
+    read = block_drafter if published.drafts_blocks else _drafter
     config, module, vocabulary = read(published, values, target, stored, verifier)
     counts = torch.ones(config.vocab_size, dtype=torch.long)
     training = {"published": published.description, "folder": path.name}
@@ -72,7 +73,7 @@ def _drafter(
     config = _configuration(published, values, target, stored)
     names = _names(published, config, values, stored)
     _check_tensors(stored, config, names)
-    vocabulary = _draft_vocabulary(stored, config)
+    vocabulary = draft_vocabulary(stored, config)
     check_matrix(stored, verifier, target)
     return config, _filled(config, stored, names), vocabulary
 
@@ -158,30 +159,6 @@ def _check_tensors(stored: PublishedTensors, config: FeatureConfig, names: Mappi
     needed = {D2T} if config.draft_vocab_size else set()
     shapes |= {name: shape for name, shape in optional.items() if name in stored.shapes or name in needed}
     check_tensors(stored, shapes)
-
-
-def _draft_vocabulary(stored: PublishedTensors, config: FeatureConfig) -> torch.Tensor | None:
-    """Return the sorted tokens of the columns, int64 [H]; None if they are all tokens.
-
-    Raises CheckpointError for a map that is not one to tokens in ascending order.
-    """
-    if D2T not in stored.shapes:
-        return None
-    offsets = stored.integers(D2T)
-    tokens, last, problem = offsets + torch.arange(len(offsets)), config.vocab_size - 1, ""
-    if int(tokens.min()) < 0 or int(tokens.max()) > last:
-        problem = f"{D2T} maps to tokens from {int(tokens.min())} to {int(tokens.max())}, expected 0 to {last}"
-    elif not bool((tokens.diff() > 0).all()):
-        column = int((tokens.diff() <= 0).nonzero()[0]) + 1
-        problem = f"{D2T} does not map to ascending tokens: column {column} is {int(tokens[column])}"
-    elif T2D in stored.shapes and config.draft_vocab_size:  # writers leave it at either value for all tokens
-        drafted = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
-        different = (stored.integers(T2D).bool() != drafted).nonzero()
-        if len(different):
-            problem = f"{T2D} disagrees with {D2T} for {len(different)} tokens, first {int(different[0])}"
-    if problem:
-        raise CheckpointError(f"{stored.path}: {problem}", "download the checkpoint again, or train another")
-    return tokens if config.draft_vocab_size else None
 
 
 def _filled(config: FeatureConfig, stored: PublishedTensors, names: Mapping[str, str]) -> FeatureDrafter:

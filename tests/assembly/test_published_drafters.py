@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.export.drafters.published_checkpoints import LAYERS, deepspec, eagle_one, eagle_three, write, z_lab
+from tests.export.drafters.published_checkpoints import (
+    LAYERS,
+    eagle_one,
+    eagle_three,
+    speculators_block,
+    write,
+    z_lab,
+)
 from tests.export.models import write_checkpoint
 from tests.little import write_tokenizer
 from tests.runtime.fakes import CURVE
@@ -38,7 +45,8 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def published(tmp_path: Path) -> dict[str, Path]:
     """Folders by the ids of their drafters."""
     torch.manual_seed(0)
-    made = {"first": eagle_one(), "third": eagle_three(), "block": z_lab(), "after-tokens": deepspec()}
+    made = {"first": eagle_one(), "third": eagle_three(), "block": z_lab()}
+    made["after-tokens"] = speculators_block("dspark", markov_rank=6)
     return {name: write(tmp_path / name, *one) for name, one in made.items()}
 
 
@@ -56,6 +64,7 @@ def test_a_bundle_of_published_drafters(
     assert "drafter first: EAGLE-1, EAGLE-2 or HASS in SafeAILab's layout" in lines
     assert "drafter third: EAGLE-3 in SafeAILab's layout" in lines
     assert "drafter block: DFlash in z-lab's layout" in lines
+    assert "drafter after-tokens: DSpark in speculators' layout" in lines
     assert manifest.drafters["block"].hidden_states == ("1", "3", "last")
     assert manifest.drafters["first"].hidden_states == ("last",)
     assert manifest.drafters["third"].hidden_states == ("1", "3", "4")

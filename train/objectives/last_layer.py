@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from redraft.errors import UsageError
-from redraft.export.drafters.layer import DrafterLayer, renamed
+from redraft.export.drafters.layer import DrafterLayer, LayerConfig, renamed
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.distillation import ChainAttention
@@ -37,7 +37,8 @@ def begin_with_layers(
 ) -> list[Batch]:
     """Replace layers of a drafter, and its `norm`, by those of the verifier with these numbers; move it to its device.
 
-    A narrower feed-forward gets the neurons whose outputs have the largest mean square on some texts.
+    A narrower feed-forward gets the neurons whose outputs have the largest mean square on some texts. Of more key/value
+    heads, each of the verifier's becomes several.
     layers: by the name of the drafter's, the verifier's last layer at the end. Returns the batches that were read.
     Raises UsageError if a drafter's layer has another shape, or if the last one computes something else with the
     verifier's weights.
@@ -49,6 +50,8 @@ def begin_with_layers(
     }
     if not all(f"{name}.weight" in layer for layer in whole.values() for name in _FEED_FORWARD):
         raise _other_form()
+    first: DrafterLayer = drafter.get_submodule(next(iter(layers)))  # type: ignore[assignment]
+    whole = {number: _with_heads(layer, first.config) for number, layer in whole.items()}
     found = {"norm.weight": body.norm.weight}
     found |= {f"{name}.{own}": tensor for name, number in layers.items() for own, tensor in whole[number].items()}
     width = len(state[f"{next(iter(layers))}.up_proj.weight"])
@@ -60,7 +63,8 @@ def begin_with_layers(
         if name not in state or state[name].shape != tensor.shape:
             raise UsageError(
                 f"drafter.init: {name} of the verifier's layers does not fit a drafter of this shape",
-                "leave the drafter's sizes to the verifier (intermediate_size may be smaller), or set init = 'random'",
+                "leave the drafter's sizes to the verifier (intermediate_size may be smaller, kv_heads a multiple), or "
+                "set init = 'random'",
             )
     read = [next(batches)]
     if narrow:
@@ -101,6 +105,19 @@ def ranked_neurons(numbers: Iterable[int], verifier: VerifierModel, texts: Itera
     return {
         number: (squares[product] * product.weight.float().square().sum(0)).argsort(descending=True)
         for number, product in products.items()
+    }
+
+
+def _with_heads(layer: Mapping[str, torch.Tensor], config: LayerConfig) -> dict[str, torch.Tensor]:
+    """Return a layer whose key/value heads are repeated for a drafter that has a multiple of them."""
+    again, rest = divmod(config.kv_heads * config.head_dim, len(layer["k_proj.weight"]))
+    if rest or again < 2:
+        return dict(layer)
+    return {
+        name: tensor.unflatten(0, (-1, config.head_dim)).repeat_interleave(again, 0).flatten(0, 1)
+        if name.startswith(("k_proj.", "v_proj."))
+        else tensor
+        for name, tensor in layer.items()
     }
 
 

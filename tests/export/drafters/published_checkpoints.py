@@ -157,3 +157,24 @@ def deepspec(rank: int = 6, with_markov: bool = True, **changes: Any) -> tuple[d
     read = N + rank if with_markov else N
     tensors |= {"confidence_head.proj.weight": draw(1, read), "confidence_head.proj.bias": draw(1)}
     return values, tensors
+
+
+def speculators_block(kind: str = "dflash", small: bool = True, **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """DFlash and DSpark of speculators, without their copies of the verifier's embedding and head."""
+    layers = z_lab()[0]
+    for other in ("architectures", "block_size", "num_target_layers", "dflash_config"):
+        del layers[other]
+    values = {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": kind, "speculators_version": "0.5.0",
+        "speculators_config": {"algorithm": kind}, "transformer_layer_config": layers, "mask_token_id": 5,
+        "draft_vocab_size": H if small else V, "block_size": 6, "aux_hidden_state_layer_ids": [2, 4, 8],
+        "target_hidden_size": None, "sliding_window_non_causal": False, **changes,
+    }  # fmt: skip
+    tensors = block_tensors(2, 3)
+    if rank := values.get("markov_rank", 0):
+        tensors |= {"markov_head.markov_w1.weight": draw(V, rank), "markov_head.markov_w2.weight": draw(H, rank)}
+    if kind == "dspark" and values.get("enable_confidence_head", True):
+        tensors |= {"confidence_head.proj.weight": draw(1, N + rank), "confidence_head.proj.bias": draw(1)}
+    if small:
+        draft_map(tensors)
+    return values, tensors

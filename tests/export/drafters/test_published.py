@@ -352,7 +352,7 @@ def test_other_folders_are_not_recognised(verifier, tmp_path):
     check_layout(verifier.path, "draft_model")
     assert recognise(tmp_path) is None
     check_layout(tmp_path, "eagle3")
-    assert recognise(write(tmp_path / "dflash", {"speculators_model_type": "dflash"}, tensors)) is None
+    assert recognise(write(tmp_path / "peagle", {"speculators_model_type": "peagle"}, tensors)) is None
     other = {**tensors, "layers.0.input_layernorm.weight": draw(N), "hidden_norm.weight": draw(N)}
     assert recognise(write(tmp_path / "block", {"model_type": "qwen3"}, other)) is None
     (tmp_path / "config.json").write_text("[", encoding="utf-8")
@@ -387,8 +387,8 @@ UNKNOWN = [
     ),
     (lambda: ({"medusa_num_heads": 3}, {"0.0.linear.weight": draw(N, N)}), r"has 0\.0\.linear\.weight; .* wrote$"),
     (
-        lambda: speculators_three(speculators_model_type="dflash", model_type="qwen3"),
-        "no known layout has speculators_model_type 'dflash'; .* wrote$",
+        lambda: speculators_three(speculators_model_type="peagle", model_type="qwen3"),
+        "no known layout has speculators_model_type 'peagle'; .* wrote$",
     ),
     (lambda: (sizes(), {"fc.weight": draw(N, 2 * N)}), r"no known layout has only fc\.weight; "),
     (lambda: ({}, {}), "no known layout has no tensors; "),

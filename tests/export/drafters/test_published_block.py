@@ -21,7 +21,21 @@ from redraft.train.objectives.block_drafter import block_attention
 from tests.export.models import write_checkpoint
 
 from .block_by_hand import Sizes, block_states, chance, token_bias
-from .published_checkpoints import HEADS, KV_HEADS, LAYERS, N, Tensors, V, block_tensors, deepspec, draw, write, z_lab
+from .published_checkpoints import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    H,
+    N,
+    Tensors,
+    V,
+    block_tensors,
+    deepspec,
+    draw,
+    speculators_block,
+    write,
+    z_lab,
+)
 from .test_block_graphs import AFTER_TOKENS, BOTH_WAYS, ONE_WAY
 
 EMBEDDING, HEAD, MASK = "model.embed_tokens.weight", "lm_head.weight", 5
@@ -33,7 +47,13 @@ CASES: dict[str, tuple[Callable[[], Made], str, int, tuple[str, ...]]] = {
     "deepspec": (deepspec, AFTER_TOKENS, 6, ("1", "3", "last")),
     "without tokens": (lambda: deepspec(0, False), AFTER_TOKENS, 6, ("1", "3", "last")),
     "confidence of states": (lambda: deepspec(with_markov=False), AFTER_TOKENS, 6, ("1", "3", "last")),
-}
+    "speculators": (speculators_block, BOTH_WAYS, 5, ("1", "3", "7")),
+    "of its ids": (lambda: speculators_block(aux_hidden_state_layer_ids=None, small=False), BOTH_WAYS, 5, ("1", "3", "4")),
+    "of its tokens": (lambda: speculators_block("dspark", markov_rank=6), AFTER_TOKENS, 6, ("1", "3", "7")),
+    "masks after tokens": (
+        lambda: speculators_block("dspark", markov_rank=6, sample_from_anchor=False), BOTH_WAYS, 5, ("1", "3", "7"),
+    ),
+}  # fmt: skip
 """Checkpoints, with their method, the tokens of a block and the hidden states that they read."""
 
 
@@ -81,7 +101,7 @@ def test_a_drafter_computes_its_authors_forward_pass(verifier: Checkpoint, tmp_p
     if config.token_rank:
         bias = module.token_head(module.tokens(tokens[0]))
         torch.testing.assert_close(bias[1], token_bias(tensors, 40), rtol=1e-4, atol=1e-4)
-    if name == "deepspec":
+    if config.confidence and config.token_rank and name != "confidence of states":
         sure = torch.sigmoid(module.confidences(found[0, 0, 2], module.tokens(tokens[0, 0])))
         torch.testing.assert_close(sure, chance(tensors, found[0, 0, 2], 11), rtol=1e-4, atol=1e-4)
     elif config.confidence:
@@ -102,12 +122,29 @@ def test_copies_of_the_verifiers_matrices_are_compared_and_left_out(verifier: Ch
         converted(write(tmp_path / "c", values, tensors), verifier, tmp_path / "d")
 
 
+def test_rows_of_the_head_are_those_of_the_draft_vocabulary(verifier: Checkpoint, tmp_path: Path) -> None:
+    values, tensors = speculators_block("dspark", markov_rank=6)
+    stored = load_file(str(verifier.path / "model.safetensors"))
+    drafted = tensors["d2t"] + torch.arange(H)
+    tensors |= {"embed_tokens.weight": stored[EMBEDDING], "lm_head.weight": stored[HEAD][drafted]}
+    config, module, drafter = converted(write(tmp_path / "a", values, tensors), verifier, tmp_path / "b")
+    assert config.draft_vocab_size == H
+    assert module.token_head.weight.shape == (H, 6)
+    assert drafter.load(module).draft_vocabulary.tolist() == drafted.tolist()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    tensors["lm_head.weight"][7] += 1
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from the verifier's head, first in row 7"):
+        converted(write(tmp_path / "c", values, tensors), verifier, tmp_path / "d")
+
+
 @pytest.mark.parametrize(
     ("make", "description"),
     [
         (z_lab, "DFlash in z-lab's layout"),
         (lambda: z_lab(causal_head=True), "JetSpec in z-lab's layout"),
         (deepspec, "DSpark in DeepSpec's layout"),
+        (speculators_block, "DFlash in speculators' layout"),
+        (lambda: speculators_block("dspark", markov_rank=6), "DSpark in speculators' layout"),
     ],
 )
 def test_layouts_are_recognised(tmp_path: Path, make: Callable[[], Made], description: str) -> None:
@@ -135,6 +172,11 @@ def with_tensor(made: Made, name: str, tensor: torch.Tensor) -> Made:
         (lambda: with_values(z_lab(), block_size=1), "block_size 1 is no number of a block's rows"),
         (lambda: with_values(z_lab(), hidden_act="gelu"), "has the activation 'gelu', which redraft's drafters do not"),
         (lambda: z_lab(target_hidden_size=64), f"has hidden states of width 64, the verifier has {N}"),
+        (lambda: speculators_block(aux_hidden_state_layer_ids=[0, 3, 4]), r"reads embeddings \(layer -1\)"),
+        (lambda: speculators_block(aux_hidden_state_layer_ids=[2, 4, 9]), r"the outputs of layers \[1, 3, 8\]"),
+        (lambda: speculators_block(draft_vocab_size="x"), "draft_vocab_size 'x' is no number of tokens"),
+        (lambda: (speculators_block()[0], speculators_block(small=False)[1]), r"missing d2t"),
+        (lambda: speculators_block("dspark", markov_rank=6, markov_head_type="gated"), "a Markov head of type 'gated'"),
         (lambda: deepspec(markov_rank="many"), "markov_rank 'many' is no number of columns"),
         (lambda: deepspec(markov_head_type="rnn"), "has a Markov head of type 'rnn', which redraft's drafters do not"),
         (lambda: with_tensor(z_lab(), "gate.weight", draw(3)), r"surplus gate\.weight; give the checkpoint that its"),

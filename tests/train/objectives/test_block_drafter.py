@@ -100,10 +100,11 @@ def test_a_step_draws_some_of_the_starts(verifier):
     assert all(one[1].tolist() == [start for start in batch.starts[1].tolist() if start >= 0] for one in drawn)
 
 
-def test_a_drafter_begins_as_the_verifiers_last_layer(verifier):
-    """Its keys and values of the context are those that the verifier's last layer has."""
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_drafter_begins_as_the_verifiers_last_layer(verifier, again):
+    """Its keys and values of the context are those of the verifier's last layer, each head as often as asked."""
     training = find_training(BOTH_WAYS)
-    table = training.table()
+    table = training.table(kv_heads=again * verifier.config.num_key_value_heads)
     config = training.configuration(table, verifier)
     drafter = BlockObjective(verifier.model, config, table).drafter
     batch = texts(verifier.vocab_size, (9,), (1,))
@@ -115,7 +116,11 @@ def test_a_drafter_begins_as_the_verifiers_last_layer(verifier):
     last = verifier.model.get_decoder().layers[-1]
     normed = last.input_layernorm(hidden[enters])
     torch.testing.assert_close(context, normed, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(drafter.layers[0].k_proj(context), last.self_attn.k_proj(normed), rtol=1e-3, atol=1e-3)
+    for name in ("k_proj", "v_proj"):
+        heads = last.self_attn.get_submodule(name)(normed).unflatten(-1, (-1, config.head_dim))
+        expected = heads.repeat_interleave(again, -2).flatten(-2)
+        found = drafter.layers[0].get_submodule(name)(context)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("table", [{"layers": 4}, {"hidden_states": ("0", "last")}])

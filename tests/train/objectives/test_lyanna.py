@@ -225,17 +225,19 @@ def test_neurons_are_ranked_by_so_many_tokens(verifier, monkeypatch, rows, batch
     assert len(begin_with_layers(drafter, {"layer": verifier.layers - 1}, verifier, texts)) == batches
 
 
-def test_a_start_from_the_last_layer_of_a_qwen_has_its_biases():
+def test_a_start_from_the_last_layer_of_a_qwen_has_its_biases_for_each_head():
+    """Each key/value head is there twice, and the layer computes the same, or the start is refused."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=90, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2)
-    model = Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=1, **sizes)).eval()
+    sizes = dict(vocab_size=90, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4)
+    model = Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=2, **sizes)).eval()
     for layer in model.model.layers:
         for product in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             torch.nn.init.normal_(product.bias)
     qwen = VerifierModel(None, model, None, None)
-    drafter = fresh(qwen, init="layer", chain_projection=True)
+    drafter = fresh(qwen, init="layer", chain_projection=True, kv_heads=4)
     start_from_layer(drafter, qwen, [Batch.whole(torch.arange(48).reshape(2, 24), ("a", "a"), 3)] * 2)
-    assert torch.equal(drafter.layer.k_proj.bias, model.model.layers[-1].self_attn.k_proj.bias)
+    one, two = model.model.layers[-1].self_attn.k_proj.bias.chunk(2)
+    assert torch.equal(drafter.layer.k_proj.bias, torch.cat([one, one, two, two]))
     assert not fresh(qwen).layer.k_proj.bias.any()  # it has one, so that it can begin with this drafter
 
 
