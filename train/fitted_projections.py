@@ -45,7 +45,7 @@ def fit_projections(
         if rows >= needed:
             break
         batch = batch.to(verifier.device)
-        hidden = _hidden_states(verifier, batch, {*known, target})
+        hidden = hidden_states_of(verifier, batch, {*known, target})
         for row, end in enumerate(batch.ends.tolist()):
             before = {name: hidden[name][row, : end - 1].float() for name in known}
             targets = hidden[target][row, 1:end].float()
@@ -56,7 +56,7 @@ def fit_projections(
         projection.weight.copy_(own.solve())
 
 
-def _hidden_states(verifier: Any, batch: Batch, names: Names[str]) -> Mapping[str, torch.Tensor]:
+def hidden_states_of(verifier: Any, batch: Batch, names: Names[str]) -> Mapping[str, torch.Tensor]:
     """Return hidden states [B, L, n] by name: those that are kept with the batch, if it has all."""
     if batch.states is not None and names <= batch.states.hidden.keys():
         return batch.states.hidden

@@ -6,17 +6,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from redraft.errors import UsageError
-from redraft.export.drafters.block_drafter import BlockConfig, BlockDrafter
+from redraft.export.drafters.block_drafter import BlockConfig, BlockDrafter, BlockLayer
 from redraft.export.drafters.layer import with_sizes
 from redraft.export.graph.decoder import check_hidden_states
 from redraft.methods import Method, Row
 from redraft.train.batches import Batch
+from redraft.train.fitted_projections import hidden_states_of
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
 from redraft.train.objectives.last_layer import OTHER_INIT, begin_with_layers
 from redraft.train.training import Start, Training, table_of
 from redraft.train.verifier_model import VerifierModel
+
+_DIRECTIONS_ROWS = 8192
+"""Rows of texts that directions are taken from."""
+APART, ADDED, _LEAST_GAIN = 3.7, 0.3, 0.01
+"""Of heads that attend by distance: see there; the part of a row that they add; gains of a norm that are not undone."""
 
 
 def context_states(layers: int) -> tuple[str, ...]:
@@ -29,12 +36,13 @@ def context_states(layers: int) -> tuple[str, ...]:
     return tuple(str(layer) for layer in sorted({max(layer, 0) for layer in found}))
 
 
+@torch.no_grad()
 def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
-    """Begin with the verifier's last layers and its final norm.
+    """Begin with the verifier's last layers and its final norm, but with a first attention of its own.
 
-    The context begins as that which enters the last layer, with its norm's gain: the keys and values of a copy of that
-    layer are the verifier's. The mask begins as the mean embedding, and the token before adds nothing. Raises
-    UsageError for layers of another shape or form, and for a drafter that does not read that hidden state.
+    The context begins as that which enters the last layer, with its norm's gain, the mask as the mean embedding, and
+    the token before adds nothing. Raises UsageError for layers of another shape or form, and for a drafter that does
+    not read that hidden state.
     """
     config, body = drafter.config, verifier.model.get_decoder()
     enters, count = str(verifier.layers - 2), config.layers
@@ -44,7 +52,8 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
             f"{enters} among hidden_states", "change them, or set init = 'random'",
         )  # fmt: skip
     layers = {f"layers.{i}": verifier.layers - count + i for i in range(count)}
-    begin_with_layers(drafter, layers, verifier, iter(batches))
+    batches = iter(batches)
+    read = begin_with_layers(drafter, layers, verifier, batches)
     gain = getattr(getattr(body.layers[-1], "input_layernorm", None), "weight", None)
     if gain is None:
         raise UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)
@@ -56,6 +65,51 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     if "token_head.weight" in state:
         state["token_head.weight"] = torch.zeros_like(state["token_head.weight"])
     drafter.load_state_dict(state)
+    while sum(batch.size for batch in read) < _DIRECTIONS_ROWS and (batch := next(batches, None)):
+        read.append(batch)
+    attend_by_distance(drafter.layers[0], config.rows(config.steps), main_directions(verifier, read, enters))
+
+
+def main_directions(verifier: VerifierModel, texts: Iterable[Batch], name: str) -> torch.Tensor:
+    """Return the principal directions [n, n] of a hidden state in texts, a row each, each state of length 1."""
+    squares = torch.zeros(())
+    for batch in texts:
+        hidden = hidden_states_of(verifier.model, batch.to(verifier.model.device), {name})[name]
+        real = torch.arange(hidden.shape[1]) < batch.ends[:, None]
+        rows = F.normalize(hidden[real.to(hidden.device)].double(), dim=-1)
+        squares = squares.to(rows) + rows.mT @ rows
+    return torch.linalg.eigh(squares).eigenvectors.mT.flip(0).float()
+
+
+def attend_by_distance(layer: BlockLayer, rows: int, directions: torch.Tensor) -> None:
+    """Make each head of a layer attend to the row at one distance before its own, and add to it what is there.
+
+    Masks are alike, and the last layer's heads find nothing by them. Here they begin with the context's last row and
+    the anchor: row i of a block has them at the distances i + 1 and i, and the heads have distances from 1 to `rows` in
+    turn. Biases of queries and keys alone decide, since their products differ by position only (Su et al. 2021,
+    RoFormer, section 3.4.2), so that e^-APART is the share of the rows beside. Heads of one distance read other
+    directions [n, n] of these rows, and add a part of them.
+    """
+    config = layer.config
+    heads, size, group = config.heads, config.head_dim, config.heads // config.kv_heads
+    angles = config.rope_theta ** (-torch.arange(0, size, 2) / size)
+    length = (APART * size**0.5 / (1 - angles.cos()).sum()).sqrt()
+    back = -(1 + torch.arange(heads) % rows)[:, None] * angles
+    queries = torch.cat([back.cos(), back.sin()], dim=-1)  # [Hq, D]
+    keys = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)]).repeat(config.kv_heads)
+    normed = layer.q_norm is not None and layer.k_norm is not None
+    for product, norm, bias in ((layer.q_proj, layer.q_norm, queries), (layer.k_proj, layer.k_norm, keys)):
+        product.weight.zero_()
+        product.bias.copy_(bias.flatten() * (1 if normed else length))
+        if norm is not None:  # numbers of a head have a mean square of 1/2
+            norm.weight.fill_(float(length) / 2**0.5)
+    gain = torch.ones(config.hidden_size) if layer.input_norm is None else layer.input_norm.weight.cpu()
+    plain = torch.where(gain.abs() > _LEAST_GAIN * gain.abs().mean(), 1 / gain, 0)
+    parts = [(group * head // rows) % (config.hidden_size // size) for head in range(config.kv_heads)]
+    read = torch.stack([directions[part * size : (part + 1) * size] for part in parts])  # [Hkv, D, n]
+    layer.v_proj.weight.copy_((read * plain).flatten(0, 1))
+    layer.v_proj.bias.zero_()
+    layer.o_proj.weight.copy_(ADDED * read.repeat_interleave(group, 0).flatten(0, 1).mT)
 
 
 class BlockTraining(Training):
@@ -76,16 +130,15 @@ class BlockTraining(Training):
         """
         check_hidden_states(table.hidden_states, verifier.layers)
         layer = verifier.model.get_decoder().layers[-1].state_dict()
-        kind: dict[str, Any] = {
-            "head_norms": "self_attn.q_norm.weight" in layer,
-            "confidence": table.confidence > 0,
-        }
+        fields = table.sizes(verifier) | dict(self.row.form)
+        fields |= {"head_norms": "self_attn.q_norm.weight" in layer, "confidence": table.confidence > 0}
+        if table.init == "layers":
+            fields["qkv_bias"] = True  # `attend_by_distance` writes them
         if table.token_rank:
-            kind["token_rank"] = table.token_rank
+            fields["token_rank"] = table.token_rank
         return with_sizes(
-            BlockConfig, verifier.config, verifier.vocab_size, **table.sizes(verifier), layers=table.layers,
-            steps=table.steps, hidden_states=table.hidden_states or context_states(verifier.layers),
-            **{**self.row.form, **kind},
+            BlockConfig, verifier.config, verifier.vocab_size, **fields, layers=table.layers, steps=table.steps,
+            hidden_states=table.hidden_states or context_states(verifier.layers),
         )  # fmt: skip
 
 

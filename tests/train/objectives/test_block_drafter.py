@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from redraft.errors import UsageError
+from redraft.export.drafters.block_drafter import BlockConfig, BlockLayer
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives import find_training
-from redraft.train.objectives.block import context_states, start_from_layers
+from redraft.train.objectives.block import (
+    ADDED,
+    attend_by_distance,
+    context_states,
+    main_directions,
+    start_from_layers,
+)
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
 from redraft.train.states import run_verifier
 from tests.export.drafters.block_by_hand import block_states, chance, sizes_of, token_bias
@@ -102,9 +109,9 @@ def test_a_step_draws_some_of_the_starts(verifier):
 
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_drafter_begins_as_the_verifiers_last_layer(verifier, again):
-    """Its keys and values of the context are those of the verifier's last layer, each head as often as asked."""
+    """But for the first attention. More key/value heads than the verifier's are no hindrance."""
     training = find_training(BOTH_WAYS)
-    table = training.table(kv_heads=again * verifier.config.num_key_value_heads)
+    table = training.table(layers=2, kv_heads=again * verifier.config.num_key_value_heads)
     config = training.configuration(table, verifier)
     drafter = BlockObjective(verifier.model, config, table).drafter
     batch = texts(verifier.vocab_size, (9,), (1,))
@@ -116,11 +123,47 @@ def test_a_drafter_begins_as_the_verifiers_last_layer(verifier, again):
     last = verifier.model.get_decoder().layers[-1]
     normed = last.input_layernorm(hidden[enters])
     torch.testing.assert_close(context, normed, rtol=1e-4, atol=1e-4)
+    before = verifier.model.get_decoder().layers[-2]
+    assert torch.equal(drafter.layers[0].down_proj.weight, before.mlp.down_proj.weight)
+    assert not drafter.layers[0].k_proj.weight.any()
     for name in ("k_proj", "v_proj"):
         heads = last.self_attn.get_submodule(name)(normed).unflatten(-1, (-1, config.head_dim))
         expected = heads.repeat_interleave(again, -2).flatten(-2)
-        found = drafter.layers[0].get_submodule(name)(context)
+        found = drafter.layers[1].get_submodule(name)(context)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_heads_attend_to_the_row_at_one_distance(norms):
+    """Six heads in two groups, of the distances 1 to 3 each. A group adds its part of the directions of these rows."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, vocab_size=9, intermediate_size=8, heads=6, kv_heads=2, head_dim=16)
+    layer = BlockLayer(BlockConfig(**sizes, qkv_bias=True, head_norms=norms)).requires_grad_(False)
+    layer.input_norm.weight.uniform_(0.5, 2.0)
+    directions = torch.linalg.qr(torch.randn(64, 64)).Q
+    attend_by_distance(layer, 3, directions)
+    x, places = torch.randn(1, 40, 64), torch.arange(40)
+    q, k, v = layer.read(x)
+    q = layer.rotary(q, places, 6).unflatten(-1, (6, 16))[0]
+    k = layer.rotary(k, places, 2).unflatten(-1, (2, 16))[0].repeat_interleave(3, 1)
+    shares = (torch.einsum("rhd,shd->hrs", q, k) / 4).softmax(-1)
+    for head, own in enumerate(shares):
+        chances, found = own[3:].max(-1)
+        assert found.tolist() == [row - (1 + head % 3) for row in range(3, 40)]
+        assert chances.min() > 0.9
+    added = layer.o_proj(v.unflatten(-1, (2, 16)).repeat_interleave(3, 2).flatten(2))
+    normed = x / x.square().mean(-1, keepdim=True).sqrt()
+    expected = 3 * ADDED * normed @ directions[:32].mT @ directions[:32]
+    torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_directions_are_the_main_ones_of_real_rows(verifier):
+    batch = texts(verifier.vocab_size, (12, 5), (1, 1))
+    hidden, _ = run_verifier(verifier.model, batch.tokens, ("2",))
+    rows = torch.cat([one[:end] for one, end in zip(hidden["2"], batch.ends, strict=True)])
+    _, _, expected = torch.linalg.svd(torch.nn.functional.normalize(rows, dim=-1))
+    found = main_directions(verifier, [batch], "2")
+    torch.testing.assert_close((found[:4] * expected[:4]).sum(-1).abs(), torch.ones(4), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("table", [{"layers": 4}, {"hidden_states": ("0", "last")}])
