@@ -9,7 +9,7 @@ from itertools import chain
 from statistics import fmean, median
 from typing import Any
 
-from redraft.bench.advice import AcceptanceCurve, Advice, StepMs, StepTimes, best, draft_steps, step_times
+from redraft.bench.advice import AcceptanceCurve, Advice, StepMs, StepTimes, advise, best, draft_steps, step_times
 from redraft.bench.compare import (
     PLAIN,
     Flips,
@@ -36,25 +36,21 @@ MOST_NODES = 16
 _MIDDLE_NODES = 4
 ROUNDS, CHECK_ROUNDS = 2, 3
 """Times that each prompt is decoded at least, to predict and to check a prediction."""
-DECODE_SECONDS, BATCH_SECONDS = 20.0, 4.0
-"""Prompts, and each batch, are decoded for so long at least. A few rounds of a small model give no sharp figure."""
+DECODE_SECONDS, BATCH_SECONDS, CHOSEN_SECONDS = 20.0, 4.0, 10.0
+"""Prompts, each batch, and each batch with chosen sizes alone are decoded for so long at least. A few rounds of a small
+model give no sharp figure."""
 CURVE_SECONDS = 1.0
 """Time to measure a curve of verifications."""
-_UNTIMED_STEPS, _TIMED_STEPS, _STEPS_SECONDS = 2, range(4, 33), 0.4
+_UNTIMED_STEPS, _TIMED_STEPS, _STEPS_SECONDS = 2, range(4, 33), 0.15
 """Steps of a batch. In the first ones, drafters compute rows of prompts. More than the least are timed if they fit."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Acceptance of a method, and the times of its steps.   most: nodes of its trees."""
+    """Acceptance of a method, and the prediction for its best trees by batch."""
 
     curve: AcceptanceCurve
-    times: StepTimes
-    most: int
-
-    def best(self, batch: int) -> Advice:
-        """Return the prediction of the best size for a batch."""
-        return best(self.curve, self.times, batch, self.most)
+    best: Mapping[int, Advice]
 
 
 def largest(limits: TreeLimits) -> Budget:
@@ -73,21 +69,22 @@ def measure(
 ) -> dict[str, Measured]:  # fmt: skip
     """Decode the prompts plainly and by each drafter, alone and in batches, with a few sizes of trees.
 
-    Raises UsageError if no text is long enough for a whole tree.
+    The steps of the size that seems best are timed again, longer: of many sizes with noisy times, the one that seems
+    best is not so good. Raises UsageError if no text is long enough for a whole tree.
     """
     trees = {drafter: largest(limits) for drafter, limits in drafters.items()}
-    how = {PLAIN: SpeculationParams(PLAIN)} | {
-        _way(drafter, nodes): SpeculationParams(drafter, budget=replace(budget, nodes=nodes))
-        for drafter, budget in trees.items()
-        for nodes in _sizes(budget.nodes)
-    }
+    sizes = {drafter: _sizes(budget.nodes) for drafter, budget in trees.items()}
+    how = _ways(trees, sizes)
     runs = repeated(runtime, prompts, how, settings, ROUNDS, progress)
-    steps = {1: {way: _step_ms(totals_of(runs, way)) for way in how}}
     ids = [run.token_ids for run in runs[: len(prompts)]]
-    for batch in sorted({*batches} - {1}):
-        steps[batch] = _batch_steps(runtime, _spread(ids, batch), settings.params, how, progress)
+
+    def timed(batch: int, how: Mapping[str, SpeculationParams], seconds: float) -> dict[str, StepMs]:
+        return _batch_steps(runtime, _spread(ids, batch), settings.params, how, seconds, progress)
+
+    alone = {way: _step_ms(totals_of(runs, way)) for way in how}
+    steps = {batch: alone if batch == 1 else timed(batch, how, BATCH_SECONDS) for batch in sorted({*batches})}
     curves = _curves(runtime, steps, progress)
-    found = {}
+    accepted = {}
     for drafter, budget in trees.items():
         progress(f"tracing {drafter}")
         whole_trees = how[_way(drafter, budget.nodes)]
@@ -98,12 +95,45 @@ def measure(
                 f"no text is longer than the {budget.depth} levels of a tree of {drafter}",
                 "raise --max-new-tokens, or give other prompts",
             )
-        times = {
-            batch: {0: each[PLAIN], **{nodes: each[_way(drafter, nodes)] for nodes in _sizes(budget.nodes)}}
-            for batch, each in steps.items()
+        accepted[drafter] = AcceptanceCurve(drafts)
+    found: dict[str, dict[int, Advice]] = {drafter: {} for drafter in trees}
+    for batch in steps:
+        nodes = {
+            drafter: best(curve, _times(curves, steps, drafter, sizes[drafter]), batch, trees[drafter].nodes).nodes
+            for drafter, curve in accepted.items()
         }
-        found[drafter] = Measured(AcceptanceCurve(drafts), step_times(curves, times), budget.nodes)
-    return found
+        chosen = _ways(trees, {drafter: [most] for drafter, most in nodes.items()})
+        if batch == 1:
+            runs = repeated(runtime, prompts, chosen, settings, ROUNDS, progress)
+            again = {way: _step_ms(totals_of(runs, way)) for way in chosen}
+        else:
+            again = timed(batch, chosen, CHOSEN_SECONDS)
+        for drafter, most in nodes.items():
+            times = _times(curves, {batch: again}, drafter, [most])
+            found[drafter][batch] = advise(accepted[drafter], times, batch, most)
+    return {drafter: Measured(curve, found[drafter]) for drafter, curve in accepted.items()}
+
+
+def _times(
+    curves: Mapping[int, CostCurve], steps: Mapping[int, Mapping[str, StepMs]], drafter: str, sizes: Sequence[int]
+) -> StepTimes:
+    """Return the times of a drafter's steps with trees of these sizes, and of plain ones."""
+    return step_times(
+        curves,
+        {
+            batch: {0: each[PLAIN], **{nodes: each[_way(drafter, nodes)] for nodes in sizes}}
+            for batch, each in steps.items()
+        },
+    )
+
+
+def _ways(trees: Mapping[str, Budget], sizes: Mapping[str, Collection[int]]) -> dict[str, SpeculationParams]:
+    """Return plain decoding, and each drafter with trees of its sizes."""
+    return {PLAIN: SpeculationParams(PLAIN)} | {
+        _way(drafter, nodes): SpeculationParams(drafter, budget=replace(budget, nodes=nodes))
+        for drafter, budget in trees.items()
+        for nodes in sizes[drafter]
+    }
 
 
 def _spread(prompts: Sequence[Sequence[int]], batch: int) -> list[Sequence[int]]:
@@ -134,16 +164,16 @@ def repeated(
 
 def _batch_steps(
     runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: Mapping[str, SpeculationParams],
-    progress: Progress,
+    seconds: float, progress: Progress,
 ) -> dict[str, StepMs]:  # fmt: skip
-    """Return the step of each way over one batch of all prompts. The ways take turns, for BATCH_SECONDS at least.
+    """Return the step of each way over one batch of all prompts. The ways take turns, for so many seconds at least.
 
     The time of its verification is the median, since other programs interrupt some calls. The rest is a mean: steps
     with resampled trees take less.
     """
     rounds: dict[str, list[StepMs]] = {way: [] for way in how}
     flips, began, number = Flips(), time.perf_counter(), 0
-    while number < ROUNDS or time.perf_counter() - began < BATCH_SECONDS:
+    while number < ROUNDS or time.perf_counter() - began < seconds:
         number += 1
         progress(f"timing steps of {len(prompts)} sequences, round {number}")
         for way in flips.order(None, [*how]):
@@ -205,30 +235,30 @@ def check(
     predicted: by drafter and batch.   Raises UsageError if every output is too short to time.
     """
 
-    def ways(batch: int) -> dict[str, SpeculationParams]:
-        sizes = {drafter: by_batch[batch].nodes for drafter, by_batch in predicted.items()}
-        return {
-            drafter: SpeculationParams(drafter, budget=replace(largest(drafters[drafter]), nodes=nodes))
-            for drafter, nodes in sizes.items()
-        }
+    trees = {drafter: largest(limits) for drafter, limits in drafters.items()}
+    batches = next(iter(predicted.values()))
+
+    def ways(batches: Collection[int]) -> dict[str, SpeculationParams]:
+        return _ways(trees, {drafter: {by_batch[b].nodes for b in batches} for drafter, by_batch in predicted.items()})
 
     found: dict[str, dict[str, Any]] = {drafter: {} for drafter in predicted}
-    for batch in next(iter(predicted.values())):
-        how, steps = ways(batch), dict[str, StepMs]()
+    together = [batch for batch in batches if batch > 1]
+    how = ways(together)
+    texts = compare(runtime, prompts, list(how), replace(settings, ways=how), progress) if together else []
+    for batch in batches:
+        how, steps = ways([batch]), dict[str, StepMs]()
         if batch == 1:
             runs = repeated(runtime, prompts, how, settings, CHECK_ROUNDS, progress)
         else:
-            runs = compare(runtime, prompts, list(how), replace(settings, ways=how), progress)
-            steps = _batch_steps(
-                runtime, _spread([run.token_ids for run in runs], batch), settings.params,
-                {PLAIN: SpeculationParams(PLAIN), **how}, progress,
-            )  # fmt: skip
+            runs, ids = texts, _spread([run.token_ids for run in texts], batch)
+            steps = _batch_steps(runtime, ids, settings.params, how, CHOSEN_SECONDS, progress)
         runs = [run for run in runs if run.timed]
         if not runs:
             raise UsageError("every output is too short to time", "raise --max-new-tokens, or give other prompts")
-        for drafter in how:
-            speed = in_batches(runs, drafter, steps) if steps else times_as_fast(runs, [drafter])
-            advice = predicted[drafter][batch]
+        for drafter, by_batch in predicted.items():
+            advice = by_batch[batch]
+            way = _way(drafter, advice.nodes)
+            speed = in_batches(runs, way, steps) if steps else times_as_fast(runs, [way])
             found[drafter][str(batch)] = {
                 "nodes": advice.nodes,
                 "predicted": advice.gain,
@@ -236,12 +266,12 @@ def check(
                 "measured_interval": speed.interval,
                 "difference": advice.gain / speed.ratio - 1,
                 "tokens_predicted": advice.tokens,
-                "tokens_measured": totals_of(runs, drafter).tau,
+                "tokens_measured": totals_of(runs, way).tau,
             }
     return found
 
 
-def in_batches(runs: Sequence[Run], drafter: str, steps: Mapping[str, StepMs]) -> Speedup:
+def in_batches(runs: Sequence[Run], drafted: str, steps: Mapping[str, StepMs]) -> Speedup:
     """Return the speed over plain decoding that texts have if their steps take the times of a batch's.
 
     The interval is over prompts: it has no noise of the times.
@@ -252,4 +282,4 @@ def in_batches(runs: Sequence[Run], drafter: str, steps: Mapping[str, StepMs]) -
         totals = [Totals.of([run.generations[way]]) for run in runs]
         return [Timing(one.tokens, one.steps * ms / 1e3) for one in totals]
 
-    return speedup(timings(PLAIN), timings(drafter), [run.prompt for run in runs])
+    return speedup(timings(PLAIN), timings(drafted), [run.prompt for run in runs])

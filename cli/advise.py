@@ -74,13 +74,13 @@ def advise(
                 "methods": {
                     name: {
                         "shares": each.curve.shares,
-                        "batches": {str(size): each.best(size).to_json() for size in batches},
+                        "batches": {str(size): each.best[size].to_json() for size in batches},
                     }
                     for name, each in measured.items()
                 },
             }
             if check:
-                predicted = {name: {size: each.best(size) for size in batches} for name, each in measured.items()}
+                predicted = {name: each.best for name, each in measured.items()}
                 result["check"] = checked(runtime, loaded, drafters, predicted, settings, report)
     if plot:
         draw_plot(result, plot)

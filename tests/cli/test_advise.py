@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.conftest import Refused, Run
 
 from redraft.bench import advice_runs
+from redraft.bench.advice import StepMs
+from redraft.bench.compare import PLAIN
 from redraft.cli.advise import show
 
 SHORT = ("--max-new-tokens", "16", "--threads", "1", "--limit", "1")
@@ -30,6 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "_STEPS_SECONDS": 0.0,
         "DECODE_SECONDS": 0.0,
         "BATCH_SECONDS": 0.0,
+        "CHOSEN_SECONDS": 0.1,
     }.items():
         monkeypatch.setattr(advice_runs, name, value)
 
@@ -64,6 +68,24 @@ def test_figures_table_and_picture(
     lines = [line.split()[:2] for line in shown.out.splitlines()]
     assert lines[1:6] == [["method", "batch"], ["lyanna", "1"], ["lyanna", "2"], ["fast", "1"], ["fast", "2"]]
     assert lines[8:] == lines[1:6]
+
+
+def test_the_best_size_is_predicted_by_its_own_steps(
+    run: Run, tiny_bundle: Path, prompts: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the steps that it was chosen by, whose times may have been lucky."""
+    timed = advice_runs._batch_steps
+
+    def slow_at_last(*given: Any) -> dict[str, StepMs]:
+        found, slower = timed(*given), 100 if given[4] == advice_runs.CHOSEN_SECONDS else 1
+        return {
+            way: each if way == PLAIN else each._replace(verify_ms=slower * each.verify_ms)
+            for way, each in found.items()
+        }
+
+    monkeypatch.setattr(advice_runs, "_batch_steps", slow_at_last)
+    found = run("advise", "--engines", tiny_bundle, "--prompts", prompts, *SHORT, "--batch", "2")
+    assert all(method["batches"]["2"]["gain"] < 0.2 for method in found["methods"].values())
 
 
 def test_refused(refused: Refused, bundle: Path, tiny_bundle: Path, prompts: Path, tmp_path: Path) -> None:
