@@ -41,8 +41,9 @@ DECODE_SECONDS, BATCH_SECONDS, CHOSEN_SECONDS = 20.0, 4.0, 10.0
 model give no sharp figure."""
 CURVE_SECONDS = 1.0
 """Time to measure a curve of verifications."""
-_UNTIMED_STEPS, _TIMED_STEPS, _STEPS_SECONDS = 2, range(4, 33), 0.15
-"""Steps of a batch. In the first ones, drafters compute rows of prompts. More than the least are timed if they fit."""
+_UNTIMED_STEPS, _TIMED_STEPS, _STEPS_SECONDS = range(2, 10), range(4, 33), 0.15
+"""Steps of a batch. In the first ones, drafters compute rows of prompts. How many are left out differs by turn, so that
+turns time other parts of the texts. More than the least are timed if they fit."""
 
 
 @dataclass(frozen=True)
@@ -177,15 +178,16 @@ def _batch_steps(
         number += 1
         progress(f"timing steps of {len(prompts)} sequences, round {number}")
         for way in flips.order(None, [*how]):
-            rounds[way] += _steps(runtime, prompts, params, how[way])
+            untimed = _UNTIMED_STEPS[3 * (number - 1) % len(_UNTIMED_STEPS)]
+            rounds[way] += _steps(runtime, prompts, params, how[way], untimed)
     columns = {way: [*zip(*steps, strict=True)] for way, steps in rounds.items()}
     return {way: StepMs(median(ms), fmean(rest), fmean(drafted)) for way, (ms, rest, drafted) in columns.items()}
 
 
 def _steps(
-    runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: SpeculationParams
+    runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: SpeculationParams, untimed: int
 ) -> list[StepMs]:
-    """Return steps in which all prompts are continued."""
+    """Return steps in which all prompts are continued, without the first `untimed` ones."""
     runtime.forget_prefixes()
     params = replace(params, max_tokens=runtime.max_model_len, ignore_eos=True)
     plain = runtime.requests(prompts[:1], [(params, SpeculationParams(PLAIN))])[0].speculation
@@ -197,8 +199,8 @@ def _steps(
         loop.step()
     found: list[StepMs] = []
     began = clock.total
-    while len(found) < _UNTIMED_STEPS + _TIMED_STEPS[-1] and not any(one.finish_reason for one in requests):
-        if len(found) >= _UNTIMED_STEPS + _TIMED_STEPS[0] and clock.total - began > _STEPS_SECONDS:
+    while len(found) < untimed + _TIMED_STEPS[-1] and not any(one.finish_reason for one in requests):
+        if len(found) >= untimed + _TIMED_STEPS[0] and clock.total - began > _STEPS_SECONDS:
             break
         before, drafted = clock.copy(), sum(one.counters.drafted for one in requests)
         loop.step()
@@ -208,9 +210,9 @@ def _steps(
     for request in requests:
         if request.error is not None:
             raise request.error
-    if len(found) <= _UNTIMED_STEPS:
+    if len(found) <= untimed:
         raise UsageError("the prompts leave no space in the context for a batch's steps", "give shorter prompts")
-    return found[_UNTIMED_STEPS:]
+    return found[untimed:]
 
 
 def _curves(runtime: Runtime, batches: Collection[int], progress: Progress) -> dict[int, CostCurve]:

@@ -152,6 +152,7 @@ class TrainedDrafter:
         found_states, states = (getattr(one, "hidden_states", ()) for one in (self.config, config))
         own = _OWN | self.training.measures.keys()  # a run has no measurement before its first step
         own = own if found_states and states else own | _STEERING
+        own = own if found.get("qkv_bias") else own | {"qkv_bias"}  # biases that are added are zero
         hint = "give a --start of the recipe's form, or change the recipe"
         for name in (name for name in found if name in wanted and name not in own):
             if found[name] != wanted[name]:

@@ -35,7 +35,7 @@ from redraft.export.checkpoint import model_config
 from redraft.export.checkpoint.base import AnyCheckpoint, read_json_object
 from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, is_plain_checkpoint, listed
-from redraft.export.drafters.published_block import block_states, recognise_block
+from redraft.export.drafters.published_block import KIND, block_states, recognise_block
 from redraft.export.drafters.published_checks import OTHER_VERIFIER
 from redraft.export.drafters.published_tensors import TENSORS, PublishedTensors
 from redraft.export.gguf.checkpoint import SUFFIX
@@ -56,7 +56,6 @@ _OWNERS: Mapping[Layout, str] = {
     "safeailab": "SafeAILab's", "specforge": "SpecForge's", "speculators": "speculators'", "z-lab": "z-lab's",
     "deepspec": "DeepSpec's",
 }  # fmt: skip
-_KIND = "speculators_model_type"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _SPECFORGE = "LlamaForCausalLMEagle3"
 _OURS = {"method", "verifier"}
@@ -96,7 +95,7 @@ def recognise(path: Path) -> Published | None:
         return None
     if block := recognise_block(values):
         return Published(path, *block)
-    if kind := values.get(_KIND):
+    if kind := values.get(KIND):
         return Published(path, kind, "speculators") if kind in (FIRST, THIRD) else None
     architectures = [name for name in values.get("architectures") or () if isinstance(name, str)]
     try:
@@ -141,12 +140,12 @@ def check_layout(path: Path, method: str) -> None:
         values = read_json_object(path / CONFIG_FILE)
     except (OSError, CheckpointError):
         return  # those that open the folder name the file
-    kind, plain = values.get(_KIND), is_plain_checkpoint(path)
+    kind, plain = values.get(KIND), is_plain_checkpoint(path)
     decoder = plain and not kind and find_method(method).takes_checkpoints
     if decoder or _OURS & set(values) or recognise(path):
         return
     names = set(PublishedTensors.open(path).shapes)
-    unknown = [f"{_KIND} {kind!r}"] if kind else sorted(names - TENSORS)
+    unknown = [f"{KIND} {kind!r}"] if kind else sorted(names - TENSORS)
     keys = unknown or sorted(names) or ["no tensors"]
     raise CheckpointError(
         f"{path} has an unknown layout: no known layout has {'only ' if names and not unknown else ''}{listed(keys)}",

@@ -7,15 +7,16 @@
 | deepspec    | deepseek-ai/DeepSpec     | DSpark         | the architecture `Qwen3DSparkModel`                       |
 | speculators | vllm-project/speculators | DFlash, DSpark | `speculators_model_type`, `dflash` or `dspark`            |
 
-Settings are in config.json itself, z-lab's in its `dflash_config` too, and the layers of speculators have a
+Settings are in config.json itself, z-lab's in its `dflash_config` too. The layers of speculators have a
 `transformer_layer_config` of their own.
 
 Tensors are `layers.N.*` as in transformers' Qwen3, `fc`, `hidden_norm` and `norm`, with `markov_rank` also
 `markov_head.markov_w1` and `markov_w2`, with `enable_confidence_head` `confidence_head.proj`. DeepSpec and speculators
 add copies of the verifier's embedding and head, speculators those rows of the head that `d2t` names.
 
-A block of B rows drafts B - 1 tokens, or B if its anchor predicts: DeepSpec's, and speculators' by
-`sample_from_anchor`, which is true by default for DSpark alone.
+A block of B rows drafts B - 1 tokens, or B if its anchor predicts: DeepSpec's, and speculators' if
+`sample_from_anchor` is true. Files without it are older; no anchor predicted then. A DSpark of speculators whose anchor
+does not predict has DFlash's blocks, with its bias and confidence.
 
 Id 3 of `target_layer_ids` is the output of layer 3, from 0. That of the last layer is the state after the final norm,
 as transformers returns it. Without ids, a drafter of one layer reads that of L / 2. Those of several layers are spread
@@ -58,9 +59,9 @@ from redraft.names import LAST_HIDDEN_STATE
 
 BlockLayout = Literal["z-lab", "deepspec", "speculators"]
 _MASKS, _AFTER_TOKENS = "DFlashDraftModel", "Qwen3DSparkModel"
-_KIND = "speculators_model_type"
+KIND, LAYERS = "speculators_model_type", "transformer_layer_config"
+"""Keys of speculators' configurations: the drafter's form, and its layers' configuration."""
 _KINDS = ("dflash", "dspark")
-_LAYERS = "transformer_layer_config"
 _FORMS = {
     (bool(row.form.get("causal")), bool(row.form.get("anchor_predicts"))): name
     for name, row in ROWS.items()
@@ -94,29 +95,30 @@ class _Published(Protocol):
 
 def recognise_block(values: Mapping[str, Any]) -> tuple[str, BlockLayout] | None:
     """Return the method and the layout of a configuration of a drafter that drafts blocks; None for any other."""
-    architectures = values.get("architectures") or ()
-    layout: BlockLayout | None = None
-    if _KIND in values:
-        layout = "speculators" if values[_KIND] in _KINDS else None
-    elif _MASKS in architectures or isinstance(values.get("dflash_config"), dict):
-        layout = "z-lab"
-    elif _AFTER_TOKENS in architectures:
-        layout = "deepspec"
+    if not (layout := _layout(values)):
+        return None
     own = _settings(values)
-    form = bool(own.get("causal_head")), bool(own.get("sample_from_anchor"))
-    return (_FORMS[form], layout) if layout else None
+    return _FORMS[own["causal"], own["anchor_predicts"]], layout
+
+
+def _layout(values: Mapping[str, Any]) -> BlockLayout | None:
+    architectures = values.get("architectures") or ()
+    if KIND in values:
+        return "speculators" if values[KIND] in _KINDS else None
+    if _MASKS in architectures or isinstance(values.get("dflash_config"), dict):
+        return "z-lab"
+    return "deepspec" if _AFTER_TOKENS in architectures else None
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration of any layout as one mapping, its own and its layers', with the layout's defaults."""
-    own: dict[str, Any] = {}
-    if values.get(_KIND) == "dspark":
-        own = {"sample_from_anchor": True, "markov_rank": 256, "enable_confidence_head": True}
-    elif _AFTER_TOKENS in (values.get("architectures") or ()):
-        own = {"sample_from_anchor": True}
-    own |= values
-    for nested in ("dflash_config", _LAYERS):
-        own |= values[nested] if isinstance(values.get(nested), dict) else {}
+    """Return the settings of a configuration of any layout, with the layout's defaults, `causal`, `anchor_predicts`."""
+    layout, own = _layout(values), dict(values)
+    if values.get(KIND) == "dspark":
+        own = {"markov_rank": 256, "enable_confidence_head": True, **own}
+    if layout == "z-lab" and isinstance(nested := values.get("dflash_config"), dict):
+        own |= nested
+    own["causal"] = layout == "z-lab" and bool(own.get("causal_head"))
+    own["anchor_predicts"] = layout == "deepspec" or (layout == "speculators" and bool(own.get("sample_from_anchor")))
     return own
 
 
@@ -126,7 +128,7 @@ def block_states(path: Path, values: Mapping[str, Any], layers: int) -> tuple[st
     Raises CheckpointError for other ids than different layers of the verifier.
     """
     own = _settings(values)
-    entered = _KIND in own  # ids are layers that a state enters
+    entered = KIND in own  # ids are layers that a state enters
     ids = own.get("aux_hidden_state_layer_ids" if entered else "target_layer_ids")
     count = own.get("num_hidden_layers", 1)
     if not ids and entered:
@@ -189,8 +191,8 @@ def _configuration(
 ) -> BlockConfig:
     """Return the drafter's configuration. Raises CheckpointError if it does not fit the verifier or our module."""
     path, shape, own = published.path, decoder_shape(target), _settings(values)
-    anchor_predicts = bool(own.get("sample_from_anchor"))
-    config = layer_configuration(path, values.get(_LAYERS, values))
+    anchor_predicts = own["anchor_predicts"]
+    config = layer_configuration(path, values.get(LAYERS, values))
     check_sizes(path, own, config, target)
     rank = 0 if own.get("markov_rank") is None else own["markov_rank"]
     if type(rank) is not int or rank < 0:
@@ -211,7 +213,7 @@ def _configuration(
         **{**sizes, "logit_scale": model_config.logit_scale(target)},
         layers=found.layers,
         steps=block if anchor_predicts else block - 1,
-        causal=bool(own.get("causal_head")),
+        causal=own["causal"],
         anchor_predicts=anchor_predicts,
         token_rank=rank,
         confidence=bool(own.get("enable_confidence_head")),

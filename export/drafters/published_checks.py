@@ -62,6 +62,7 @@ def check_features(path: Path, config: PretrainedConfig, *more: tuple[bool, str]
     rotated = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1
     kind, act = rope.get("rope_type") or rope.get("type") or "default", getattr(config, "hidden_act", "silu")
     for is_there, what in (
+        (any(isinstance(one, dict) for one in rope.values()), "rotary embeddings by type of layer"),
         (kind != "default", f"a rotary embedding of type {kind!r}"),
         (rotated != 1, f"a rotary embedding of {rotated} of each head"),
         (act != "silu", f"the activation {act!r}"),

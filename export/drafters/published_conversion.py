@@ -26,7 +26,7 @@ from redraft.export.drafters.published import (
     recognise,
     states_of,
 )
-from redraft.export.drafters.published_block import block_drafter
+from redraft.export.drafters.published_block import LAYERS, block_drafter
 from redraft.export.drafters.published_checks import (
     check_features,
     check_matrix,
@@ -37,7 +37,6 @@ from redraft.export.drafters.published_checks import (
 )
 from redraft.export.drafters.published_tensors import BIASES, D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
 
-_LAYER = "transformer_layer_config"
 _FUSION = "fusion.projection.weight"
 _FUSION_BIAS = "fusion.projection.bias"
 
@@ -83,7 +82,7 @@ def _configuration(
 ) -> FeatureConfig:
     """Return the drafter's configuration. Raises CheckpointError if it does not fit the verifier or our module."""
     path, shape = published.path, decoder_shape(target)
-    config = layer_configuration(path, values.get(_LAYER, values))
+    config = layer_configuration(path, values.get(LAYERS, values))
     found = decoder_shape(config)
     check_sizes(path, values, config, target)
     layernorms = bool(values.get("layernorms")), "norms of the embedding and before the head (layernorms)"

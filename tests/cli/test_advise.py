@@ -70,22 +70,32 @@ def test_figures_table_and_picture(
     assert lines[8:] == lines[1:6]
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 def test_the_best_size_is_predicted_by_its_own_steps(
-    run: Run, tiny_bundle: Path, prompts: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+    run: Run, tiny_bundle: Path, prompts: Path, quick: None, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     """Not by the steps that it was chosen by, whose times may have been lucky."""
-    timed = advice_runs._batch_steps
+    timed, decoded, one_step = advice_runs._batch_steps, advice_runs.repeated, advice_runs._step_ms
+    decodings: list[int] = []
 
-    def slow_at_last(*given: Any) -> dict[str, StepMs]:
-        found, slower = timed(*given), 100 if given[4] == advice_runs.CHOSEN_SECONDS else 1
-        return {
-            way: each if way == PLAIN else each._replace(verify_ms=slower * each.verify_ms)
-            for way, each in found.items()
-        }
+    def slower(found: StepMs) -> StepMs:
+        return found._replace(verify_ms=100 * found.verify_ms)
 
-    monkeypatch.setattr(advice_runs, "_batch_steps", slow_at_last)
-    found = run("advise", "--engines", tiny_bundle, "--prompts", prompts, *SHORT, "--batch", "2")
-    assert all(method["batches"]["2"]["gain"] < 0.2 for method in found["methods"].values())
+    def steps(*given: Any) -> dict[str, StepMs]:
+        found, at_last = timed(*given), given[4] == advice_runs.CHOSEN_SECONDS
+        return {way: slower(each) if at_last and way != PLAIN else each for way, each in found.items()}
+
+    def decode(*given: Any) -> Any:
+        decodings.append(1)
+        return decoded(*given)
+
+    def step_ms(totals: Any) -> StepMs:
+        return slower(one_step(totals)) if len(decodings) > 1 and totals.drafted else one_step(totals)
+
+    for name, function in {"_batch_steps": steps, "repeated": decode, "_step_ms": step_ms}.items():
+        monkeypatch.setattr(advice_runs, name, function)
+    found = run("advise", "--engines", tiny_bundle, "--prompts", prompts, *SHORT, "--batch", str(batch))
+    assert all(method["batches"][str(batch)]["gain"] < 0.2 for method in found["methods"].values())
 
 
 def test_refused(refused: Refused, bundle: Path, tiny_bundle: Path, prompts: Path, tmp_path: Path) -> None:

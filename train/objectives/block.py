@@ -22,8 +22,12 @@ from redraft.train.verifier_model import VerifierModel
 
 _DIRECTIONS_ROWS = 8192
 """Rows of texts that directions are taken from."""
-APART, ADDED, _LEAST_GAIN = 3.7, 0.3, 0.01
-"""Of heads that attend by distance: see there; the part of a row that they add; gains of a norm that are not undone."""
+_GAP = 3.7
+"""How much less a head that attends by distance scores the rows beside its own, in nats."""
+_ADDED = 0.3
+"""The part of what it reads that it adds."""
+_SLOWEST, _LEAST_GAIN = 0.01, 0.01
+"""Least angle of a position of pairs that count, and least gain of a norm that is undone, relative to the mean one."""
 
 
 def context_states(layers: int) -> tuple[str, ...]:
@@ -64,6 +68,7 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     state["mask"] = verifier.model.get_input_embeddings().weight.detach().float().mean(0)
     if "token_head.weight" in state:
         state["token_head.weight"] = torch.zeros_like(state["token_head.weight"])
+    state["layers.0.input_norm.weight"] = state["feature_norm.weight"]  # one gain of context and block, to be undone
     drafter.load_state_dict(state)
     while sum(batch.size for batch in read) < _DIRECTIONS_ROWS and (batch := next(batches, None)):
         read.append(batch)
@@ -75,10 +80,10 @@ def main_directions(verifier: VerifierModel, texts: Iterable[Batch], name: str) 
     squares = torch.zeros(())
     for batch in texts:
         hidden = hidden_states_of(verifier.model, batch.to(verifier.model.device), {name})[name]
-        real = torch.arange(hidden.shape[1]) < batch.ends[:, None]
+        real = torch.arange(hidden.shape[1]) < batch.ends.cpu()[:, None]
         rows = F.normalize(hidden[real.to(hidden.device)].double(), dim=-1)
         squares = squares.to(rows) + rows.mT @ rows
-    return torch.linalg.eigh(squares).eigenvectors.mT.flip(0).float()
+    return torch.linalg.eigh(squares).eigenvectors.mT.flip(0).float().cpu()
 
 
 def attend_by_distance(layer: BlockLayer, rows: int, directions: torch.Tensor) -> None:
@@ -86,30 +91,37 @@ def attend_by_distance(layer: BlockLayer, rows: int, directions: torch.Tensor) -
 
     Masks are alike, and the last layer's heads find nothing by them. Here they begin with the context's last row and
     the anchor: row i of a block has them at the distances i + 1 and i, and the heads have distances from 1 to `rows` in
-    turn. Biases of queries and keys alone decide, since their products differ by position only (Su et al. 2021,
-    RoFormer, section 3.4.2), so that e^-APART is the share of the rows beside. Heads of one distance read other
-    directions [n, n] of these rows, and add a part of them.
+    turn. Biases of queries and keys alone decide, since the product of two rotated vectors depends on their distance
+    alone (Su et al. 2021, RoFormer, section 3.4.2). Pairs of numbers that turn slowly tell no rows apart, and are zero.
+
+    directions: [n, n], a row each. Key/value heads that share a distance read different ones of a row.
     """
     config = layer.config
     heads, size, group = config.heads, config.head_dim, config.heads // config.kv_heads
     angles = config.rope_theta ** (-torch.arange(0, size, 2) / size)
-    length = (APART * size**0.5 / (1 - angles.cos()).sum()).sqrt()
+    fast = (angles >= _SLOWEST).float()
+    length = (_GAP * size**0.5 / (fast * (1 - angles.cos())).sum()).sqrt()
     back = -(1 + torch.arange(heads) % rows)[:, None] * angles
-    queries = torch.cat([back.cos(), back.sin()], dim=-1)  # [Hq, D]
-    keys = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)]).repeat(config.kv_heads)
-    normed = layer.q_norm is not None and layer.k_norm is not None
+    queries = torch.cat([fast * back.cos(), fast * back.sin()], dim=-1)  # [Hq, D]
+    keys = torch.cat([fast, torch.zeros_like(fast)]).repeat(config.kv_heads)
+    normed = length * (fast.sum() / size).sqrt()  # norms of heads make the mean square of a head's numbers 1
     for product, norm, bias in ((layer.q_proj, layer.q_norm, queries), (layer.k_proj, layer.k_norm, keys)):
         product.weight.zero_()
-        product.bias.copy_(bias.flatten() * (1 if normed else length))
-        if norm is not None:  # numbers of a head have a mean square of 1/2
-            norm.weight.fill_(float(length) / 2**0.5)
+        product.bias.copy_(bias.flatten() * length)
+        if norm is not None:
+            norm.weight.fill_(float(normed))
     gain = torch.ones(config.hidden_size) if layer.input_norm is None else layer.input_norm.weight.cpu()
     plain = torch.where(gain.abs() > _LEAST_GAIN * gain.abs().mean(), 1 / gain, 0)
-    parts = [(group * head // rows) % (config.hidden_size // size) for head in range(config.kv_heads)]
-    read = torch.stack([directions[part * size : (part + 1) * size] for part in parts])  # [Hkv, D, n]
+    distances = [{head % rows for head in range(group * kv, group * (kv + 1))} for kv in range(config.kv_heads)]
+    parts: list[int] = []
+    for kv, own in enumerate(distances):
+        taken = {part for part, other in zip(parts, distances, strict=False) if own & other}
+        parts.append(next(part for part in range(kv + 1) if part not in taken))
+    places = torch.tensor(parts)[:, None] * size + torch.arange(size)
+    read = directions[places % config.hidden_size]  # [Hkv, D, n]
     layer.v_proj.weight.copy_((read * plain).flatten(0, 1))
     layer.v_proj.bias.zero_()
-    layer.o_proj.weight.copy_(ADDED * read.repeat_interleave(group, 0).flatten(0, 1).mT)
+    layer.o_proj.weight.copy_(_ADDED * read.repeat_interleave(group, 0).flatten(0, 1).mT)
 
 
 class BlockTraining(Training):
@@ -132,8 +144,7 @@ class BlockTraining(Training):
         layer = verifier.model.get_decoder().layers[-1].state_dict()
         fields = table.sizes(verifier) | dict(self.row.form)
         fields |= {"head_norms": "self_attn.q_norm.weight" in layer, "confidence": table.confidence > 0}
-        if table.init == "layers":
-            fields["qkv_bias"] = True  # `attend_by_distance` writes them
+        fields["qkv_bias"] = True  # `attend_by_distance` writes them
         if table.token_rank:
             fields["token_rank"] = table.token_rank
         return with_sizes(

@@ -42,7 +42,7 @@ class BlockTable(LayerTable):
     decay:    γ of the depths' weights; 0 for equal ones.
     soft, hard, greedy: weights of the CE with the verifier's distribution, with the text's token, and with the
               verifier's likeliest token.   overlap: of Σ |p - q|.   confidence: of the confidence head's loss.
-    init:     `layers` begins with the verifier's last layers, which read the context as that which enters the last one.
+    init:     `layers` begins with the verifier's last layers, and a first attention by distance alone.
     """
 
     layers: int = 1

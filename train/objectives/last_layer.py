@@ -110,8 +110,9 @@ def ranked_neurons(numbers: Iterable[int], verifier: VerifierModel, texts: Itera
 
 def _with_heads(layer: Mapping[str, torch.Tensor], config: LayerConfig) -> dict[str, torch.Tensor]:
     """Return a layer whose key/value heads are repeated for a drafter that has a multiple of them."""
-    again, rest = divmod(config.kv_heads * config.head_dim, len(layer["k_proj.weight"]))
-    if rest or again < 2:
+    stored = len(layer.get("k_proj.weight", ()))  # 0 in layers of another form, which do not fit
+    again, rest = divmod(config.kv_heads * config.head_dim, stored or 1)
+    if rest or again < 2 or not stored:
         return dict(layer)
     return {
         name: tensor.unflatten(0, (-1, config.head_dim)).repeat_interleave(again, 0).flatten(0, 1)

@@ -168,7 +168,7 @@ def speculators_block(kind: str = "dflash", small: bool = True, **changes: Any) 
         "architectures": ["DFlashDraftModel"], "speculators_model_type": kind, "speculators_version": "0.5.0",
         "speculators_config": {"algorithm": kind}, "transformer_layer_config": layers, "mask_token_id": 5,
         "draft_vocab_size": H if small else V, "block_size": 6, "aux_hidden_state_layer_ids": [2, 4, 8],
-        "target_hidden_size": None, "sliding_window_non_causal": False, **changes,
+        "target_hidden_size": None, "sample_from_anchor": kind == "dspark", **changes,
     }  # fmt: skip
     tensors = block_tensors(2, 3)
     if rank := values.get("markov_rank", 0):

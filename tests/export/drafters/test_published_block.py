@@ -32,6 +32,7 @@ from .published_checkpoints import (
     block_tensors,
     deepspec,
     draw,
+    sizes,
     speculators_block,
     write,
     z_lab,
@@ -40,6 +41,15 @@ from .test_block_graphs import AFTER_TOKENS, BOTH_WAYS, ONE_WAY
 
 EMBEDDING, HEAD, MASK = "model.embed_tokens.weight", "lm_head.weight", 5
 Made = tuple[dict[str, Any], Tensors]
+
+
+def older() -> Made:
+    """A DSpark of speculators from before `sample_from_anchor`, whose layers come from another block drafter."""
+    values, tensors = speculators_block("dspark", markov_rank=6)
+    values["transformer_layer_config"]["block_size"] = 16
+    return {name: value for name, value in values.items() if name != "sample_from_anchor"}, tensors
+
+
 CASES: dict[str, tuple[Callable[[], Made], str, int, tuple[str, ...]]] = {
     "z-lab": (z_lab, BOTH_WAYS, 5, ("1", "3", "last")),
     "of other ids": (lambda: z_lab(None, biases=True), BOTH_WAYS, 5, ("1", "5")),
@@ -48,11 +58,14 @@ CASES: dict[str, tuple[Callable[[], Made], str, int, tuple[str, ...]]] = {
     "without tokens": (lambda: deepspec(0, False), AFTER_TOKENS, 6, ("1", "3", "last")),
     "confidence of states": (lambda: deepspec(with_markov=False), AFTER_TOKENS, 6, ("1", "3", "last")),
     "speculators": (speculators_block, BOTH_WAYS, 5, ("1", "3", "7")),
-    "of its ids": (lambda: speculators_block(aux_hidden_state_layer_ids=None, small=False), BOTH_WAYS, 5, ("1", "3", "4")),
+    "of its ids": (
+        lambda: speculators_block(aux_hidden_state_layer_ids=None, small=False), BOTH_WAYS, 5, ("1", "3", "4"),
+    ),
     "of its tokens": (lambda: speculators_block("dspark", markov_rank=6), AFTER_TOKENS, 6, ("1", "3", "7")),
     "masks after tokens": (
         lambda: speculators_block("dspark", markov_rank=6, sample_from_anchor=False), BOTH_WAYS, 5, ("1", "3", "7"),
     ),
+    "of an older file": (older, BOTH_WAYS, 5, ("1", "3", "7")),
 }  # fmt: skip
 """Checkpoints, with their method, the tokens of a block and the hidden states that they read."""
 
@@ -177,6 +190,14 @@ def with_tensor(made: Made, name: str, tensor: torch.Tensor) -> Made:
         (lambda: speculators_block(draft_vocab_size="x"), "draft_vocab_size 'x' is no number of tokens"),
         (lambda: (speculators_block()[0], speculators_block(small=False)[1]), r"missing d2t"),
         (lambda: speculators_block("dspark", markov_rank=6, markov_head_type="gated"), "a Markov head of type 'gated'"),
+        (
+            lambda: speculators_block(transformer_layer_config=sizes(head_dim=16, layer_types=["sliding_attention"])),
+            "has a layer that does not attend to all tokens",
+        ),
+        (
+            lambda: with_values(deepspec(), rope_parameters={"full_attention": {}}),
+            "has rotary embeddings by type of layer",
+        ),
         (lambda: deepspec(markov_rank="many"), "markov_rank 'many' is no number of columns"),
         (lambda: deepspec(markov_head_type="rnn"), "has a Markov head of type 'rnn', which redraft's drafters do not"),
         (lambda: with_tensor(z_lab(), "gate.weight", draw(3)), r"surplus gate\.weight; give the checkpoint that its"),

@@ -1,18 +1,18 @@
-"""Losses of block drafters equal a loop over blocks by the published forward pass, and begin as the verifier."""
+"""Losses of block drafters equal a loop over blocks by the published forward pass. Their starts read the context."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from redraft.errors import UsageError
-from redraft.export.drafters.block_drafter import BlockConfig, BlockLayer
+from redraft.errors import CheckpointError, UsageError
+from redraft.export.drafters.block_drafter import BlockConfig, BlockDrafter, BlockLayer
 from redraft.train.draft_columns import DraftColumns
-from redraft.train.objectives import find_training
+from redraft.train.objectives import block, find_training
 from redraft.train.objectives.block import (
-    ADDED,
     attend_by_distance,
     context_states,
     main_directions,
@@ -20,6 +20,7 @@ from redraft.train.objectives.block import (
 )
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
 from redraft.train.states import run_verifier
+from redraft.train.trained_drafter import TrainedDrafter
 from tests.export.drafters.block_by_hand import block_states, chance, sizes_of, token_bias
 from tests.export.drafters.test_block_graphs import AFTER_TOKENS, BOTH_WAYS, ONE_WAY, published
 
@@ -108,8 +109,10 @@ def test_a_step_draws_some_of_the_starts(verifier):
 
 
 @pytest.mark.parametrize("again", [1, 2])
-def test_a_drafter_begins_as_the_verifiers_last_layer(verifier, again):
-    """But for the first attention. More key/value heads than the verifier's are no hindrance."""
+def test_a_drafter_begins_as_the_verifiers_last_layers(verifier, again, monkeypatch):
+    """But for the first attention, which reads directions of the context without the gain of its norm."""
+    for layer in verifier.model.get_decoder().layers:
+        monkeypatch.setattr(layer.input_layernorm.weight, "data", torch.rand(verifier.config.hidden_size) + 0.5)
     training = find_training(BOTH_WAYS)
     table = training.table(layers=2, kv_heads=again * verifier.config.num_key_value_heads)
     config = training.configuration(table, verifier)
@@ -126,6 +129,10 @@ def test_a_drafter_begins_as_the_verifiers_last_layer(verifier, again):
     before = verifier.model.get_decoder().layers[-2]
     assert torch.equal(drafter.layers[0].down_proj.weight, before.mlp.down_proj.weight)
     assert not drafter.layers[0].k_proj.weight.any()
+    values = drafter.layers[0].v_proj(context)
+    read = drafter.layers[0].v_proj.weight * last.input_layernorm.weight
+    torch.testing.assert_close(read[:16] @ read[:16].mT, torch.eye(16), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(values, normed / last.input_layernorm.weight @ read.mT, rtol=1e-3, atol=1e-3)
     for name in ("k_proj", "v_proj"):
         heads = last.self_attn.get_submodule(name)(normed).unflatten(-1, (-1, config.head_dim))
         expected = heads.repeat_interleave(again, -2).flatten(-2)
@@ -148,13 +155,25 @@ def test_heads_attend_to_the_row_at_one_distance(norms):
     k = layer.rotary(k, places, 2).unflatten(-1, (2, 16))[0].repeat_interleave(3, 1)
     shares = (torch.einsum("rhd,shd->hrs", q, k) / 4).softmax(-1)
     for head, own in enumerate(shares):
-        chances, found = own[3:].max(-1)
-        assert found.tolist() == [row - (1 + head % 3) for row in range(3, 40)]
-        assert chances.min() > 0.9
+        chances, found = own[4:].max(-1)
+        assert found.tolist() == [row - (1 + head % 3) for row in range(4, 40)]
+        torch.testing.assert_close(chances, torch.full_like(chances, 0.953), rtol=0, atol=0.01)
     added = layer.o_proj(v.unflatten(-1, (2, 16)).repeat_interleave(3, 2).flatten(2))
     normed = x / x.square().mean(-1, keepdim=True).sqrt()
-    expected = 3 * ADDED * normed @ directions[:32].mT @ directions[:32]
+    expected = 3 * block._ADDED * normed @ directions[:32].mT @ directions[:32]
     torch.testing.assert_close(added, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(28, 4, 8), (32, 8, 7), (9, 3, 8), (14, 14, 6)])
+def test_heads_of_one_distance_read_different_directions(heads, kv_heads, rows):
+    sizes = dict(hidden_size=64, vocab_size=9, intermediate_size=8, heads=heads, kv_heads=kv_heads, head_dim=8)
+    layer = BlockLayer(BlockConfig(**sizes, qkv_bias=True)).requires_grad_(False)
+    attend_by_distance(layer, rows, torch.eye(64))
+    read = layer.v_proj.weight.unflatten(0, (kv_heads, -1))
+    distances = [{head % rows for head in own.tolist()} for own in torch.arange(heads).chunk(kv_heads)]
+    shared = [(a, b) for a in range(kv_heads) for b in range(a) if distances[a] & distances[b]]
+    assert shared
+    assert not any((read[a] @ read[b].mT).any() for a, b in shared)
 
 
 def test_directions_are_the_main_ones_of_real_rows(verifier):
@@ -164,6 +183,21 @@ def test_directions_are_the_main_ones_of_real_rows(verifier):
     _, _, expected = torch.linalg.svd(torch.nn.functional.normalize(rows, dim=-1))
     found = main_directions(verifier, [batch], "2")
     torch.testing.assert_close((found[:4] * expected[:4]).sum(-1).abs(), torch.ones(4), rtol=1e-3, atol=1e-3)
+
+
+def test_a_drafter_without_biases_begins_one_with_them(verifier):
+    """A published one may have none. The other way round, its biases would be lost."""
+    training = find_training(BOTH_WAYS)
+    biased = training.configuration(training.table(), verifier)
+    plain = replace(biased, qkv_bias=False)
+
+    def check(start, config):
+        found = TrainedDrafter(Path("start"), training, start, BlockDrafter(start), verifier.identity)
+        found.check_begins(config, verifier)
+
+    check(plain, biased)
+    with pytest.raises(CheckpointError, match="it has qkv_bias = True, the recipe's drafter has qkv_bias = False"):
+        check(biased, plain)
 
 
 @pytest.mark.parametrize("table", [{"layers": 4}, {"hidden_states": ("0", "last")}])

@@ -255,4 +255,11 @@ def test_a_start_from_a_layer_of_another_form_is_refused(verifier):
     with pytest.raises(UsageError, match="not of Llama's form"):
         start_from_layer(drafter, verifier, [batch])
     mlp.gate_proj = gate
+    attention = verifier.model.get_decoder().layers[-1].self_attn
+    keys = attention.kv_a_proj_with_mqa = attention.k_proj  # as latent attention has
+    del attention.k_proj
+    with pytest.raises(UsageError, match="does not fit a drafter of this shape"):
+        start_from_layer(drafter, verifier, [batch])
+    attention.k_proj = keys
+    del attention.kv_a_proj_with_mqa
     start_from_layer(drafter, verifier, [batch])
