@@ -121,13 +121,14 @@ fuzz: install-dev kernels-cpu
 	$(BIN)/python -m tests.plugins.fuzz --minutes $(MINUTES)
 
 # Every graph of the embedded model through a real parser and builder of TensorRT, without a GPU: docs/tensorrt.md.
+RTX := --backend tensorrt-rtx --compute-capability 8.9 --skip-check
+BLOCKS := --drafter block=random,method=dflash --drafter after=random,method=dspark,draft_vocabulary=512 \
+  --drafter causal=random,method=jetspec
 check-tensorrt: install-dev
-	$(BIN)/redraft build tiny -o build/check/rtx --backend tensorrt-rtx --compute-capability 8.9 --skip-check \
-	  --precision fp32,fp16,bf16,fp8,int4,int8
+	$(BIN)/redraft build tiny -o build/check/rtx $(RTX) --precision fp32,bf16,fp8,int4,int8
+	$(BIN)/redraft build tiny -o build/check/rtx-fp16 $(RTX) --precision fp16 --drafter lyanna=assets/tiny/lyanna $(BLOCKS)
 	$(BIN)/redraft build tiny -o build/check/plugin --precision fp16 --drafter all --skip-check --eval-text none \
-	  --drafter dm=random,method=draft_model,draft_vocabulary=512 \
-	  --drafter block=random,method=dflash --drafter after=random,method=dspark,draft_vocabulary=512 \
-	  --drafter causal=random,method=jetspec
+	  --drafter dm=random,method=draft_model,draft_vocabulary=512 $(BLOCKS)
 	$(BIN)/python -m tests.engines.tensorrt.real_parser --build --table docs/tensorrt.md build/check/rtx-* build/check/plugin
 
 # A server of BUNDLE against real clients, each in an environment of its own (build/clients, 1.6 GB), schemathesis among

@@ -5,6 +5,7 @@ The architecture's own code runs; its attention, cache and mask go through trans
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -218,7 +219,23 @@ def trace_graph(
             verbose=False,
         )
     assert program is not None
+    _name_sizes(program.model, inputs)
     return program.model
+
+
+def _name_sizes(model: ir.Model, inputs: tuple[TensorSpec, ...]) -> None:
+    """Give sizes that vary the symbols of the signature. torch has its own if the first argument is a list of tensors."""
+    traced = {str(value.name): value.shape or () for value in model.graph.inputs}
+    own = {str(dim): size for spec in inputs for dim, size in zip(traced.get(spec.name, ()), spec.shape, strict=False)}
+    own = {dim: str(size) for dim, size in own.items() if isinstance(size, str) and dim != size}
+    if not own:
+        return
+    named = re.compile(rf"\b({'|'.join(own)})\b")
+    made = (value for node in model.graph.all_nodes() for value in node.outputs)
+    for value in (*model.graph.inputs, *made):
+        if value.shape is not None:
+            dims = [dim if isinstance(dim, int) else named.sub(lambda m: own[m[0]], str(dim)) for dim in value.shape]
+            value.shape = ir.Shape(dims)
 
 
 _signature_of = cache(TracedOnnxFunction.function_ir.fget)

@@ -165,7 +165,11 @@ def program(exported: Exported, form: str, batch: int) -> Run:
         lower = lower_any if form == "batch" else lower_chain
         record = lower(exported.folder, record, f"{exported.name}.draft.{form}")
     assert record is not None
-    calls = Calls(OnnxRuntimeProgram(session_of(exported.folder / record.file), record))
+    session = session_of(exported.folder / record.file)
+    if form == "portable":  # TensorRT's forms find sizes by these symbols
+        sizes = {one.name: tuple(one.shape) for one in session.get_inputs()}
+        assert sizes == {spec.name: spec.shape for spec in record.inputs}
+    calls = Calls(OnnxRuntimeProgram(session, record))
     for cache in {spec.in_place_of for spec in record.outputs if spec.in_place_of}:
         calls.bind(cache, empty_cache(exported.shape, batch))
     for name, table in exported.tables.items():
