@@ -226,8 +226,8 @@ def trace_graph(
 def _name_sizes(model: ir.Model, inputs: tuple[TensorSpec, ...]) -> None:
     """Give sizes that vary the signature's symbols. torch has its own if the first argument is a list of tensors."""
     traced = {str(value.name): value.shape or () for value in model.graph.inputs}
-    own = {str(dim): size for spec in inputs for dim, size in zip(traced.get(spec.name, ()), spec.shape, strict=False)}
-    own = {dim: str(size) for dim, size in own.items() if isinstance(size, str) and dim != size}
+    sizes = [(str(dim), str(size)) for spec in inputs for dim, size in zip(traced[spec.name], spec.shape, strict=True)]
+    own = {dim: size for dim, size in sizes if dim != size}
     if not own:
         return
     named = re.compile(rf"\b({'|'.join(own)})\b")

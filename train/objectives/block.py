@@ -72,7 +72,8 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     drafter.load_state_dict(state)
     while sum(batch.size for batch in read) < _DIRECTIONS_ROWS and (batch := next(batches, None)):
         read.append(batch)
-    attend_by_distance(drafter.layers[0], config.rows(config.steps), main_directions(verifier, read, enters))
+    first: BlockLayer = drafter.layers[0]  # type: ignore[assignment]
+    attend_by_distance(first, config.rows(config.steps), main_directions(verifier, read, enters))
 
 
 def main_directions(verifier: VerifierModel, texts: Iterable[Batch], name: str) -> torch.Tensor:
@@ -83,7 +84,8 @@ def main_directions(verifier: VerifierModel, texts: Iterable[Batch], name: str) 
         real = torch.arange(hidden.shape[1]) < batch.ends.cpu()[:, None]
         rows = F.normalize(hidden[real.to(hidden.device)].double(), dim=-1)
         squares = squares.to(rows) + rows.mT @ rows
-    return torch.linalg.eigh(squares).eigenvectors.mT.flip(0).float().cpu()
+    directions: torch.Tensor = torch.linalg.eigh(squares).eigenvectors
+    return directions.mT.flip(0).float().cpu()
 
 
 def attend_by_distance(layer: BlockLayer, rows: int, directions: torch.Tensor) -> None:
