@@ -225,17 +225,20 @@ def trace_graph(
 
 def _name_sizes(model: ir.Model, inputs: tuple[TensorSpec, ...]) -> None:
     """Give sizes that vary the signature's symbols. torch has its own if the first argument is a list of tensors."""
-    traced = {str(value.name): value.shape or () for value in model.graph.inputs}
-    sizes = [(str(dim), str(size)) for spec in inputs for dim, size in zip(traced[spec.name], spec.shape, strict=True)]
-    own = {dim: size for dim, size in sizes if dim != size}
-    if not own:
+    shapes = {str(value.name): value.shape for value in model.graph.inputs}
+    own: dict[str, str] = {}
+    for spec in inputs:
+        for dim, size in zip(shapes.get(spec.name) or (), spec.shape, strict=False):
+            if isinstance(size, str) and isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                own[dim.value] = size
+    if all(dim == size for dim, size in own.items()):
         return
-    named = re.compile(rf"\b({'|'.join(own)})\b")
+    named = re.compile(rf"\b({'|'.join(map(re.escape, own))})\b")
     made = (value for node in model.graph.all_nodes() for value in node.outputs)
     for value in (*model.graph.inputs, *made):
-        if value.shape is not None:
-            dims = [dim if isinstance(dim, int) else named.sub(lambda m: own[m[0]], str(dim)) for dim in value.shape]
-            value.shape = ir.Shape(dims)
+        for place, dim in enumerate(value.shape or ()):
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                value.shape[place] = named.sub(lambda found: own[found[0]], dim.value)
 
 
 _signature_of = cache(TracedOnnxFunction.function_ir.fget)

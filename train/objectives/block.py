@@ -25,7 +25,7 @@ _DIRECTIONS_ROWS = 8192
 _GAP = 3.7
 """How much less a head that attends by distance scores the rows beside its own, in nats."""
 _ADDED = 0.3
-"""The part of what it reads that it adds."""
+"""The part of what it reads that each of its query heads adds."""
 _SLOWEST, _LEAST_GAIN = 0.01, 0.01
 """Least angle of a position of pairs that count, and least gain of a norm that is undone, relative to the mean one."""
 
@@ -96,7 +96,8 @@ def attend_by_distance(layer: BlockLayer, rows: int, directions: torch.Tensor) -
     turn. Biases of queries and keys alone decide, since the product of two rotated vectors depends on their distance
     alone (Su et al. 2021, RoFormer, section 3.4.2). Pairs of numbers that turn slowly tell no rows apart, and are zero.
 
-    directions: [n, n], a row each. Key/value heads that share a distance read different ones of a row.
+    directions: [n, n], a row each. Key/value heads that share a distance read different ones of a row, if there are so
+    many.
     """
     config = layer.config
     heads, size, group = config.heads, config.head_dim, config.heads // config.kv_heads
