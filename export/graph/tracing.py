@@ -235,10 +235,10 @@ def _name_sizes(model: ir.Model, inputs: tuple[TensorSpec, ...]) -> None:
         return
     named = re.compile(rf"\b({'|'.join(map(re.escape, own))})\b")
     made = (value for node in model.graph.all_nodes() for value in node.outputs)
-    for value in (*model.graph.inputs, *made):
-        for place, dim in enumerate(value.shape or ()):
+    for shape in (value.shape for value in (*model.graph.inputs, *made) if value.shape is not None):
+        for place, dim in enumerate(shape):
             if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
-                value.shape[place] = named.sub(lambda found: own[found[0]], dim.value)
+                shape[place] = named.sub(lambda found: own[found[0]], dim.value)
 
 
 _signature_of = cache(TracedOnnxFunction.function_ir.fget)
