@@ -61,12 +61,13 @@ BlockLayout = Literal["z-lab", "deepspec", "speculators"]
 _MASKS, _AFTER_TOKENS = "DFlashDraftModel", "Qwen3DSparkModel"
 KIND, LAYERS = "speculators_model_type", "transformer_layer_config"
 """Keys of speculators' configurations: the drafter's form, and its layers' configuration."""
-_KINDS = ("dflash", "dspark")
 _FORMS = {
     (bool(row.form.get("causal")), bool(row.form.get("anchor_predicts"))): name
     for name, row in ROWS.items()
     if row.family == "block"
 }
+_KINDS = _FORMS[False, False], _FORMS[False, True]
+"""Speculators' words for its forms, which are our methods' names. The second has a bias and a confidence by default."""
 _OWN = {
     "features.weight": "fc.weight",
     "feature_norm.weight": "hidden_norm.weight",
@@ -113,7 +114,7 @@ def _layout(values: Mapping[str, Any]) -> BlockLayout | None:
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a configuration of any layout, with the layout's defaults, `causal`, `anchor_predicts`."""
     layout, own = _layout(values), dict(values)
-    if values.get(KIND) == "dspark":
+    if values.get(KIND) == _KINDS[1]:
         own = {"markov_rank": 256, "enable_confidence_head": True, **own}
     if layout == "z-lab" and isinstance(nested := values.get("dflash_config"), dict):
         own |= nested
