@@ -24,7 +24,6 @@ import numpy as np
 from redraft.bench.compare import PLAIN
 from redraft.bench.plots import COLOURS, GREY, Pictures
 from redraft.bench.statistics import interval_text
-from redraft.engines.draft_costs import least_accepted
 from redraft.methods.base import resampled_nodes
 from redraft.runtime.controllers.cost import CostCurve
 from redraft.types import OfferKind
@@ -114,35 +113,27 @@ class AcceptanceCurve:
         return Expected(tokens / count, drafted / count)
 
 
-Corners = Mapping[int, Mapping[int, float]]
-"""Values by batch and drafted nodes of a tree, for a few of both; 0 nodes are plain steps."""
-
-
-def at(corners: Corners, batch: int, nodes: int) -> float:
-    """Return a value on straight lines between the corners; plain steps are apart from trees."""
-    by_batch = {}
-    for each, values in corners.items():
-        places = [place for place in sorted(values) if bool(place) == bool(nodes)]
-        by_batch[each] = np.interp(nodes, places, [values[place] for place in places])
-    batches = sorted(by_batch)
-    return float(np.interp(batch, batches, [by_batch[each] for each in batches]))
+def at(values: Mapping[int, float], nodes: int) -> float:
+    """Return a value on straight lines between those of a few trees by drafted nodes. Plain steps, of 0, are apart."""
+    places = [place for place in sorted(values) if bool(place) == bool(nodes)]
+    return float(np.interp(nodes, places, [values[place] for place in places]))
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a method's steps.
+    """Times of a method's steps in a batch, by most drafted nodes of a tree.
 
-    curves: t by batch, of verifications alone.   factors: times of verifications in decoding over those.
+    curve: t of verifications alone.   factors: times of verifications in decoding over those.
     aside_ms: of the rest of a step: drafting and the host.
     """
 
-    curves: Mapping[int, CostCurve]
-    factors: Corners
-    aside_ms: Corners
+    curve: CostCurve
+    factors: Mapping[int, float]
+    aside_ms: Mapping[int, float]
 
-    def verify_ms(self, batch: int, nodes: int, drafted: float) -> float:
-        """Return the time of verifying trees of a mean of `drafted` nodes, of at most `nodes`."""
-        return curve_ms(self.curves[batch], drafted) * at(self.factors, batch, nodes)
+    def step_ms(self, nodes: int, drafted: float) -> float:
+        """Return the time of a step with trees of a mean of `drafted` nodes, of at most `nodes`."""
+        return curve_ms(self.curve, drafted) * at(self.factors, nodes) + at(self.aside_ms, nodes)
 
 
 class StepMs(NamedTuple):
@@ -153,14 +144,10 @@ class StepMs(NamedTuple):
     drafted: float
 
 
-def step_times(curves: Mapping[int, CostCurve], steps: Mapping[int, Mapping[int, StepMs]]) -> StepTimes:
-    """Return the times from those of steps, by batch and most drafted nodes of a tree."""
-    factors = {
-        batch: {nodes: each.verify_ms / curve_ms(curves[batch], each.drafted) for nodes, each in by_nodes.items()}
-        for batch, by_nodes in steps.items()
-    }
-    aside = {batch: {nodes: each.aside_ms for nodes, each in by_nodes.items()} for batch, by_nodes in steps.items()}
-    return StepTimes(curves, factors, aside)
+def step_times(curve: CostCurve, steps: Mapping[int, StepMs]) -> StepTimes:
+    """Return the times from those of steps, by most drafted nodes of a tree."""
+    factors = {nodes: each.verify_ms / curve_ms(curve, each.drafted) for nodes, each in steps.items()}
+    return StepTimes(curve, factors, {nodes: each.aside_ms for nodes, each in steps.items()})
 
 
 def curve_ms(curve: CostCurve, drafted: float) -> float:
@@ -173,14 +160,14 @@ class Advice:
     """The prediction for trees of one size in a batch.
 
     nodes: most drafted ones of a tree.   tokens: of a sequence in a step, the verifier's own included.
-    drafted: mean nodes of a step's tree.   least_accepted: the share of them from which speculation pays.
+    drafted: mean nodes of a step's tree.   least_tokens: a step's time over a plain one's. More tokens of a step pay.
     """
 
     batch: int
     nodes: int
     tokens: float
     drafted: float
-    least_accepted: float
+    least_tokens: float
 
     @property
     def accepted(self) -> float:
@@ -188,9 +175,9 @@ class Advice:
         return (self.tokens - 1) / self.drafted
 
     @property
-    def least_tokens(self) -> float:
-        """Tokens of a step from which speculation pays: its time over that of a plain step."""
-        return 1 + self.least_accepted * self.drafted
+    def least_accepted(self) -> float:
+        """The share of drafted nodes from which speculation pays."""
+        return (self.least_tokens - 1) / self.drafted
 
     @property
     def gain(self) -> float:
@@ -199,17 +186,14 @@ class Advice:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
-        more = {"accepted": self.accepted, "least_tokens": self.least_tokens, "gain": self.gain}
+        more = {"accepted": self.accepted, "least_accepted": self.least_accepted, "gain": self.gain}
         return {**vars(self), **more, "pays": self.gain > 1}
 
 
 def advise(curve: AcceptanceCurve, times: StepTimes, batch: int, nodes: int) -> Advice:
     """Return the prediction for trees of at most `nodes` nodes, at least 1."""
     found = curve.expected(nodes)
-    plain_ms = times.verify_ms(batch, 0, 0.0) + at(times.aside_ms, batch, 0)
-    cost = at(times.aside_ms, batch, nodes) / found.drafted / plain_ms
-    verifying = times.verify_ms(batch, nodes, found.drafted) / plain_ms
-    return Advice(batch, nodes, found.tokens, found.drafted, least_accepted(cost, found.drafted, verifying))
+    return Advice(batch, nodes, *found, times.step_ms(nodes, found.drafted) / times.step_ms(0, 0.0))
 
 
 def best(curve: AcceptanceCurve, times: StepTimes, batch: int, most: int) -> Advice:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import truediv
 from statistics import fmean, median
 from typing import Any
 
@@ -36,7 +37,7 @@ MOST_NODES = 16
 _MIDDLE_NODES = 4
 ROUNDS, CHECK_ROUNDS = 2, 3
 """Times that each prompt is decoded at least, to predict and to check a prediction."""
-DECODE_SECONDS, BATCH_SECONDS, CHOSEN_SECONDS = 20.0, 4.0, 10.0
+DECODE_SECONDS, BATCH_SECONDS, CHOSEN_SECONDS = 20.0, 4.0, 30.0
 """Prompts, each batch, and each batch with chosen sizes alone are decoded for so long at least. A few rounds of a small
 model give no sharp figure."""
 CURVE_SECONDS = 1.0
@@ -44,6 +45,12 @@ CURVE_SECONDS = 1.0
 _UNTIMED_STEPS, _TIMED_STEPS, _STEPS_SECONDS = range(2, 10), range(4, 33), 0.15
 """Steps of a batch. In the first ones, drafters compute rows of prompts. How many are left out differs by turn, so that
 turns time other parts of the texts. More than the least are timed if they fit."""
+
+_TURNS = 24
+"""Turns that even out a busy machine. A large batch has few in the time."""
+
+Opened = Callable[[int], Runtime]
+"""Opens the bundle for so many sequences at once: their number changes what a step computes before its draft."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,27 @@ def _sizes(most: int) -> list[int]:
     return sorted({1, min(_MIDDLE_NODES, most), most})
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What is decoded: prompts, also as token ids, and how."""
+
+    prompts: Sequence[BenchPrompt]
+    ids: Sequence[Sequence[int]]
+    settings: Settings
+    progress: Progress
+
+    def step_ms(
+        self, runtime: Runtime, batch: int, how: Mapping[str, SpeculationParams], seconds: float
+    ) -> dict[str, StepMs]:
+        """Return the step of each way in a batch. One sequence decodes whole texts."""
+        if batch > 1:
+            return _batch_steps(runtime, _spread(self.ids, batch), self.settings.params, how, seconds, self.progress)
+        runs = repeated(runtime, self.prompts, how, self.settings, ROUNDS, self.progress)
+        return {way: _step_ms(totals_of(runs, way)) for way in how}
+
+
 def measure(
-    runtime: Runtime, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits], settings: Settings,
+    opened: Opened, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits], settings: Settings,
     batches: Collection[int], progress: Progress,
 ) -> dict[str, Measured]:  # fmt: skip
     """Decode the prompts plainly and by each drafter, alone and in batches, with a few sizes of trees.
@@ -75,57 +101,51 @@ def measure(
     """
     trees = {drafter: largest(limits) for drafter, limits in drafters.items()}
     sizes = {drafter: _sizes(budget.nodes) for drafter, budget in trees.items()}
-    how = _ways(trees, sizes)
-    runs = repeated(runtime, prompts, how, settings, ROUNDS, progress)
-    ids = [run.token_ids for run in runs[: len(prompts)]]
-
-    def timed(batch: int, how: Mapping[str, SpeculationParams], seconds: float) -> dict[str, StepMs]:
-        return _batch_steps(runtime, _spread(ids, batch), settings.params, how, seconds, progress)
-
-    alone = {way: _step_ms(totals_of(runs, way)) for way in how}
-    steps = {batch: alone if batch == 1 else timed(batch, how, BATCH_SECONDS) for batch in sorted({*batches})}
-    curves = _curves(runtime, steps, progress)
-    accepted = {}
-    for drafter, budget in trees.items():
-        progress(f"tracing {drafter}")
-        whole_trees = how[_way(drafter, budget.nodes)]
-        lines = [trace(runtime, one, settings.params, whole_trees)[0] for one in ids]
-        drafts = [*draft_steps(chain(*lines), settings.params.max_tokens, min(budget.depth, budget.nodes))]
-        if not any(step.used == 0 and step.nodes for step in drafts):
-            raise UsageError(
-                f"no text is longer than the {budget.depth} levels of a tree of {drafter}",
-                "raise --max-new-tokens, or give other prompts",
-            )
-        accepted[drafter] = AcceptanceCurve(drafts)
-    found: dict[str, dict[int, Advice]] = {drafter: {} for drafter in trees}
-    for batch in steps:
-        nodes = {
-            drafter: best(curve, _times(curves, steps, drafter, sizes[drafter]), batch, trees[drafter].nodes).nodes
-            for drafter, curve in accepted.items()
+    how, most = _ways(trees, sizes), max(budget.nodes for budget in trees.values())
+    with opened(1) as runtime:
+        ids = [run.token_ids for run in compare(runtime, prompts, (), settings, progress)]
+        accepted = {
+            drafter: _acceptance(runtime, ids, settings.params, drafter, how[_way(drafter, budget.nodes)], progress)
+            for drafter, budget in trees.items()
         }
-        chosen = _ways(trees, {drafter: [most] for drafter, most in nodes.items()})
-        if batch == 1:
-            runs = repeated(runtime, prompts, chosen, settings, ROUNDS, progress)
-            again = {way: _step_ms(totals_of(runs, way)) for way in chosen}
-        else:
-            again = timed(batch, chosen, CHOSEN_SECONDS)
-        for drafter, most in nodes.items():
-            times = _times(curves, {batch: again}, drafter, [most])
-            found[drafter][batch] = advise(accepted[drafter], times, batch, most)
+    work, found = _Work(prompts, ids, settings, progress), {drafter: dict[int, Advice]() for drafter in trees}
+    for batch in sorted({*batches}):
+        with opened(batch) as runtime:
+            steps = work.step_ms(runtime, batch, how, BATCH_SECONDS)
+            progress(f"timing verifications of {batch} sequences")
+            curve = _curve(runtime, batch, most)
+            nodes = {
+                drafter: best(each, _times(curve, steps, drafter, sizes[drafter]), batch, trees[drafter].nodes).nodes
+                for drafter, each in accepted.items()
+            }
+            chosen = _ways(trees, {drafter: [size] for drafter, size in nodes.items()})
+            again = work.step_ms(runtime, batch, chosen, CHOSEN_SECONDS)
+        for drafter, size in nodes.items():
+            found[drafter][batch] = advise(accepted[drafter], _times(curve, again, drafter, [size]), batch, size)
     return {drafter: Measured(curve, found[drafter]) for drafter, curve in accepted.items()}
 
 
-def _times(
-    curves: Mapping[int, CostCurve], steps: Mapping[int, Mapping[str, StepMs]], drafter: str, sizes: Sequence[int]
-) -> StepTimes:
+def _acceptance(
+    runtime: Runtime, ids: Sequence[Sequence[int]], params: SamplingParams, drafter: str, how: SpeculationParams,
+    progress: Progress,
+) -> AcceptanceCurve:  # fmt: skip
+    """Trace a drafter's largest trees. Raises UsageError if no text is long enough for a whole one."""
+    progress(f"tracing {drafter}")
+    budget = how.budget
+    assert budget is not None
+    lines = [trace(runtime, one, params, how)[0] for one in ids]
+    drafts = [*draft_steps(chain(*lines), params.max_tokens, min(budget.depth, budget.nodes))]
+    if not any(step.used == 0 and step.nodes for step in drafts):
+        raise UsageError(
+            f"no text is longer than the {budget.depth} levels of a tree of {drafter}",
+            "raise --max-new-tokens, or give other prompts",
+        )
+    return AcceptanceCurve(drafts)
+
+
+def _times(curve: CostCurve, steps: Mapping[str, StepMs], drafter: str, sizes: Sequence[int]) -> StepTimes:
     """Return the times of a drafter's steps with trees of these sizes, and of plain ones."""
-    return step_times(
-        curves,
-        {
-            batch: {0: each[PLAIN], **{nodes: each[_way(drafter, nodes)] for nodes in sizes}}
-            for batch, each in steps.items()
-        },
-    )
+    return step_times(curve, {0: steps[PLAIN], **{nodes: steps[_way(drafter, nodes)] for nodes in sizes}})
 
 
 def _ways(trees: Mapping[str, Budget], sizes: Mapping[str, Collection[int]]) -> dict[str, SpeculationParams]:
@@ -167,40 +187,60 @@ def _batch_steps(
     runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: Mapping[str, SpeculationParams],
     seconds: float, progress: Progress,
 ) -> dict[str, StepMs]:  # fmt: skip
-    """Return the step of each way over one batch of all prompts. The ways take turns, for so many seconds at least.
+    """Return the step of each way over one batch of all prompts.
 
-    The time of its verification is the median, since other programs interrupt some calls. The rest is a mean: steps
-    with resampled trees take less.
+    The ways take turns, for so many seconds, or twice as long if they had fewer than _TURNS.
     """
-    rounds: dict[str, list[StepMs]] = {way: [] for way in how}
-    flips, began, number = Flips(), time.perf_counter(), 0
-    while number < ROUNDS or time.perf_counter() - began < seconds:
-        number += 1
-        progress(f"timing steps of {len(prompts)} sequences, round {number}")
-        for way in flips.order(None, [*how]):
-            untimed = _UNTIMED_STEPS[3 * (number - 1) % len(_UNTIMED_STEPS)]
-            rounds[way] += _steps(runtime, prompts, params, how[way], untimed)
-    columns = {way: [*zip(*steps, strict=True)] for way, steps in rounds.items()}
-    return {way: StepMs(median(ms), fmean(rest), fmean(drafted)) for way, (ms, rest, drafted) in columns.items()}
+    turns: list[dict[str, StepMs]] = []
+    flips, began = Flips(), time.perf_counter()
+    while len(turns) < ROUNDS or time.perf_counter() - began < seconds * (1 if len(turns) >= _TURNS else 2):
+        progress(f"timing steps of {len(prompts)} sequences, round {len(turns) + 1}")
+        untimed = _UNTIMED_STEPS[3 * len(turns) % len(_UNTIMED_STEPS)]
+        turns.append({way: _steps(runtime, prompts, params, how[way], untimed) for way in flips.order(None, [*how])})
+    return typical(turns)
+
+
+def typical(turns: Sequence[Mapping[str, StepMs]]) -> dict[str, StepMs]:
+    """Return each way's step over all turns: the median of what it takes beside the same turn's plain step, times the
+    median of plain steps.
+
+    A machine that other programs slow down for seconds slows all ways of a turn. On one such machine the ratio of two
+    turns spread by 0.07, where each of them spread by 0.13.
+    """
+    plain = [turn[PLAIN].verify_ms + turn[PLAIN].aside_ms for turn in turns]
+
+    def step(way: str) -> StepMs:
+        steps = [turn[way] for turn in turns]
+        parts = [each.verify_ms for each in steps], [each.aside_ms for each in steps]
+        verify, aside = (median(plain) * median(map(truediv, part, plain)) for part in parts)
+        return StepMs(verify, aside, fmean(each.drafted for each in steps))
+
+    return {way: step(way) for way in turns[0]}
 
 
 def _steps(
     runtime: Runtime, prompts: Sequence[Sequence[int]], params: SamplingParams, how: SpeculationParams, untimed: int
-) -> list[StepMs]:
-    """Return steps in which all prompts are continued, without the first `untimed` ones."""
+) -> StepMs:
+    """Return the mean of steps in which all prompts are continued, without the first `untimed` ones.
+
+    They take as long as the prompts did, if that is more than _STEPS_SECONDS. Means, since steps with resampled trees
+    take less.
+    """
     runtime.forget_prefixes()
     params = replace(params, max_tokens=runtime.max_model_len, ignore_eos=True)
     plain = runtime.requests(prompts[:1], [(params, SpeculationParams(PLAIN))])[0].speculation
     requests = runtime.requests(prompts, [(params, how)] * len(prompts))
     loop, clock = DecodeLoop(runtime.verifier, plain), runtime.verifier.clock
+    began = time.perf_counter()
     for request in requests:
         loop.add(request)
     while not all(one.new_tokens or one.finish_reason for one in requests):
         loop.step()
+    seconds = max(_STEPS_SECONDS, time.perf_counter() - began)
     found: list[StepMs] = []
-    began = clock.total
+    began = time.perf_counter()
     while len(found) < untimed + _TIMED_STEPS[-1] and not any(one.finish_reason for one in requests):
-        if len(found) >= untimed + _TIMED_STEPS[0] and clock.total - began > _STEPS_SECONDS:
+        if len(found) >= untimed + _TIMED_STEPS[0] and time.perf_counter() - began > seconds:
             break
         before, drafted = clock.copy(), sum(one.counters.drafted for one in requests)
         loop.step()
@@ -208,26 +248,22 @@ def _steps(
         nodes = (sum(one.counters.drafted for one in requests) - drafted) / len(requests)
         found.append(StepMs(verify_ms, all_ms - verify_ms, nodes))
     for request in requests:
-        if request.error is not None:
-            raise request.error
+        if error := request.error or request.drafting_error:
+            raise error
     if len(found) <= untimed:
         raise UsageError("the prompts leave no space in the context for a batch's steps", "give shorter prompts")
-    return found[untimed:]
+    return StepMs(*map(fmean, zip(*found[untimed:], strict=True)))
 
 
-def _curves(runtime: Runtime, batches: Collection[int], progress: Progress) -> dict[int, CostCurve]:
-    """Measure t for each batch. Rows of earlier requests are lost."""
-    sizes = tuple(size for size in SIZES if size <= 1 + MOST_NODES)
+def _curve(runtime: Runtime, batch: int, most: int) -> CostCurve:
+    """Measure t of trees of up to `most` nodes. Rows of earlier requests are lost."""
     runtime.forget_prefixes()
-    found = {}
-    for batch in batches:
-        progress(f"timing verifications of {batch} sequences")
-        found[batch] = measure_curve(runtime.verifier, sizes, CURVE_SECONDS, batch)
-    return found
+    sizes = *(size for size in SIZES if size <= most), 1 + most
+    return measure_curve(runtime.verifier, sizes, CURVE_SECONDS, batch)
 
 
 def check(
-    runtime: Runtime, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits],
+    opened: Opened, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits],
     predicted: Mapping[str, Mapping[int, Advice]], settings: Settings, progress: Progress,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Decode the prompts plainly and with trees of the predicted sizes. Return both gains by drafter and batch.
@@ -236,31 +272,31 @@ def check(
     sequence; its steps are timed as for the prediction, without those that compute a drafter's rows of the prompts.
     predicted: by drafter and batch.   Raises UsageError if every output is too short to time.
     """
-
     trees = {drafter: largest(limits) for drafter, limits in drafters.items()}
     batches = next(iter(predicted.values()))
 
     def ways(batches: Collection[int]) -> dict[str, SpeculationParams]:
         return _ways(trees, {drafter: {by_batch[b].nodes for b in batches} for drafter, by_batch in predicted.items()})
 
+    together = ways([batch for batch in batches if batch > 1])
+    with opened(1) as runtime:
+        texts = compare(runtime, prompts, list(together), replace(settings, ways=together), progress)
+    work = _Work(prompts, [run.token_ids for run in texts], settings, progress)
     found: dict[str, dict[str, Any]] = {drafter: {} for drafter in predicted}
-    together = [batch for batch in batches if batch > 1]
-    how = ways(together)
-    texts = compare(runtime, prompts, list(how), replace(settings, ways=how), progress) if together else []
     for batch in batches:
-        how, steps = ways([batch]), dict[str, StepMs]()
-        if batch == 1:
-            runs = repeated(runtime, prompts, how, settings, CHECK_ROUNDS, progress)
-        else:
-            runs, ids = texts, _spread([run.token_ids for run in texts], batch)
-            steps = _batch_steps(runtime, ids, settings.params, how, CHOSEN_SECONDS, progress)
-        runs = [run for run in runs if run.timed]
-        if not runs:
+        how, runs, steps = ways([batch]), texts, dict[str, StepMs]()
+        with opened(batch) as runtime:
+            if batch == 1:
+                runs = repeated(runtime, prompts, how, settings, CHECK_ROUNDS, progress)
+            else:
+                steps = work.step_ms(runtime, batch, how, CHOSEN_SECONDS)
+        timed = [run for run in runs if run.timed]
+        if not timed:
             raise UsageError("every output is too short to time", "raise --max-new-tokens, or give other prompts")
         for drafter, by_batch in predicted.items():
             advice = by_batch[batch]
             way = _way(drafter, advice.nodes)
-            speed = in_batches(runs, way, steps) if steps else times_as_fast(runs, [way])
+            speed = in_batches(timed, way, steps) if steps else times_as_fast(timed, [way])
             found[drafter][str(batch)] = {
                 "nodes": advice.nodes,
                 "predicted": advice.gain,
@@ -268,7 +304,7 @@ def check(
                 "measured_interval": speed.interval,
                 "difference": advice.gain / speed.ratio - 1,
                 "tokens_predicted": advice.tokens,
-                "tokens_measured": totals_of(runs, way).tau,
+                "tokens_measured": totals_of(timed, way).tau,
             }
     return found
 

@@ -211,7 +211,10 @@ def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings:
     """Decode once, with all rows of the prompt; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
     runtime.forget_prefixes()
-    return runtime.generate([prompt], settings.params, speculation(method, settings), forced)[0]
+    (found,) = runtime.generate([prompt], settings.params, speculation(method, settings), forced)
+    if found.drafting_error is not None:  # it went on plainly
+        raise found.drafting_error
+    return found
 
 
 def trace(runtime: Runtime, token_ids: Sequence[int], params: SamplingParams, how: SpeculationParams) -> Trace:

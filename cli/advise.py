@@ -18,6 +18,7 @@ from redraft.errors import UsageError
 
 if TYPE_CHECKING:
     from redraft.engines.manifest import DrafterRecord
+    from redraft.runtime import Runtime
 
 
 def advise(
@@ -66,22 +67,27 @@ def advise(
     loaded = [replace(prompt, later_turns=()) for prompt in load_prompts(prompts, limit)]
     settings = Settings(SamplingParams(max_tokens=max_new_tokens), chat=chat, system=system)
     with progress(quiet=as_json) as report:
-        report("opening the engines")
-        with open_runtime(engines, threads=threads, device=device, verify=verify, max_num_seqs=max(batches)) as runtime:
-            measured = measure(runtime, loaded, drafters, settings, batches, report)
-            result = conditions(runtime, settings, engines, threads) | {
-                "prompts": len(loaded),
-                "methods": {
-                    name: {
-                        "shares": each.curve.shares,
-                        "batches": {str(size): each.best[size].to_json() for size in batches},
-                    }
-                    for name, each in measured.items()
-                },
-            }
-            if check:
-                predicted = {name: each.best for name, each in measured.items()}
-                result["check"] = checked(runtime, loaded, drafters, predicted, settings, report)
+
+        def opened(sequences: int) -> Runtime:
+            report(f"opening the engines for {sequences}")
+            return open_runtime(engines, threads=threads, device=device, verify=verify, max_num_seqs=sequences)
+
+        with opened(1) as runtime:
+            result = conditions(runtime, settings, engines, threads)
+        measured = measure(opened, loaded, drafters, settings, batches, report)
+        result |= {
+            "prompts": len(loaded),
+            "methods": {
+                name: {
+                    "shares": each.curve.shares,
+                    "batches": {str(size): each.best[size].to_json() for size in batches},
+                }
+                for name, each in measured.items()
+            },
+        }
+        if check:
+            predicted = {name: each.best for name, each in measured.items()}
+            result["check"] = checked(opened, loaded, drafters, predicted, settings, report)
     if plot:
         draw_plot(result, plot)
     print_json(result) if as_json else show(result)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -163,6 +164,11 @@ def _tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def drafter_embedding(verifier: Any) -> nn.Embedding:
+    """Return the verifier's embedding as drafters read it: its rows as they are. Gemma's own module scales them."""
+    return nn.Embedding.from_pretrained(verifier.get_input_embeddings().weight)
 
 
 def autocast_of(verifier: Any) -> torch.autocast:

@@ -16,8 +16,11 @@ from redraft.config import Precision
 from redraft.errors import BackendError
 from redraft.packages import package_version
 
-PLAIN, NGRAM = "plain", "ngram"
-"""Modes that every decoder has: one token a step, and drafts from n-gram lookup in the sequence itself."""
+PLAIN, NGRAM, LONG_NGRAM = "plain", "ngram", "long ngram"
+"""Modes that every decoder has: one token a step, and drafts from n-gram lookup in the sequence itself. A peer's drafts
+have one length, so that it has a mode of a short and one of a long one; ours choose theirs."""
+LOOKED_UP = {NGRAM: 4, LONG_NGRAM: 12}
+"""Tokens of a peer's drafts by mode."""
 DRAFT = "draft"
 """The mode of drafts by a second model, if a measurement has one."""
 RECORD = "made_from.json"
@@ -76,7 +79,7 @@ class Decoded:
 class Decoder(Protocol):
     """An open model.
 
-    modes:    PLAIN and NGRAM first, DRAFT if it was opened with a draft model.
+    modes:    PLAIN and those of LOOKED_UP first, DRAFT if it was opened with a draft model. Ours has no LONG_NGRAM.
     settings: all options that the model was opened with and that decoding uses: JSON values by name.
     """
 

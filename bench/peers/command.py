@@ -4,10 +4,11 @@
         --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --limit 4 --keep build/peers
 
 Peers are onnxruntime-genai, OpenVINO GenAI, llama.cpp and transformers. Each bundle is a column: peers decode models of
-its precision. They convert the checkpoint, and `--keep` keeps their
-models. Each library and precision has a process of its own. Every decoder continues a prompt before the next prompt,
-with the same token ids and as many new tokens as the plain answer of the first bundle has. End tokens do not end a
-text. A time is the seconds from the first new token to the last, over the tokens after the first.
+its precision, and llama.cpp's server a file of 4 bits in each. They convert the checkpoint, and `--keep` keeps their
+models. Peers draft from n-grams in two lengths, as two modes. Each library and precision has a process of its own.
+Every decoder continues a prompt before the next prompt, with the same token ids and as many new tokens as the plain
+answer of the first bundle has. End tokens do not end a text. A time is the seconds from the first new token to the
+last, over the tokens after the first.
 
 `--batch 1,4,8` measures load instead: so many clients, each of which submits its next prompt when its last one has
 ended, with redraft, OpenVINO GenAI's continuous batching and the slots of llama.cpp's server.
@@ -38,7 +39,7 @@ from redraft.bench.peers.figures import figures, markdown, summary
 from redraft.bench.peers.genai import GENAI
 from redraft.bench.peers.huggingface import HUGGING_FACE
 from redraft.bench.peers.llama_server import LLAMA_DRAFTS, SLOTS
-from redraft.bench.peers.llamacpp import GIVEN, LLAMA
+from redraft.bench.peers.llamacpp import LLAMA
 from redraft.bench.peers.load import load_figures, load_markdown, take_blocks
 from redraft.bench.peers.openvino import OPENVINO, OPENVINO_SERVER
 from redraft.bench.peers.ours import NAME, Ours, OursUnderLoad, draft_model_of
@@ -52,7 +53,7 @@ from redraft.packages import package_version
 from redraft.runtime import Runtime
 from redraft.runtime.conversation import check_system
 
-PEERS = (GENAI, OPENVINO, LLAMA, GIVEN, LLAMA_DRAFTS, HUGGING_FACE)
+PEERS = (GENAI, OPENVINO, LLAMA, LLAMA_DRAFTS, HUGGING_FACE)
 SERVERS = (OPENVINO_SERVER, SLOTS)
 """Peers that continue several prompts at once."""
 Workers = Mapping[Key, Worker]
@@ -75,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements that the options ask for: a JSON object. Raises UsageError, BundleError, DataError."""
     if options.batch and options.draft is not None:
         raise UsageError("--batch takes no --draft", "leave one of the two out")
-    bundles = _bundles(options.engines)
+    bundles = bundles_of(options.engines)
     for flag, folder in (("--checkpoint", options.checkpoint), ("--draft", options.draft)):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"no checkpoint folder {folder}", f"check {flag}")
@@ -146,7 +147,7 @@ def _peers(names: Sequence[str] | None, known: Sequence[Peer]) -> list[Peer]:
     return named
 
 
-def _bundles(paths: Sequence[Path]) -> dict[Precision, Path]:
+def bundles_of(paths: Sequence[Path]) -> dict[Precision, Path]:
     """Return bundles by precision. Raises UsageError for two of one precision, and BundleError."""
     bundles: dict[Precision, Path] = {}
     for path in paths:

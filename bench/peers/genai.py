@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Peer, PeerModel, PeerSource, run_tool
+from redraft.bench.peers.base import DRAFT, LOOKED_UP, PLAIN, Decoded, Peer, PeerModel, PeerSource, run_tool
 from redraft.config import Precision
 
 SPECULATIVE: dict[str, dict[str, int]] = {
     PLAIN: {},
-    NGRAM: {"ngram_size": 3, "max_draft_tokens": 4},
+    **{mode: {"ngram_size": 3, "max_draft_tokens": drafted} for mode, drafted in LOOKED_UP.items()},
     DRAFT: {"max_draft_tokens": 4},
 }
 """Its options by mode. It looks up a suffix one token shorter than `ngram_size`."""
@@ -31,7 +31,7 @@ class GenaiDecoder:
         self._genai = genai
         session = {"session_options": {"intra_op_num_threads": model.threads}}
         alone = self._opened(model.path, {"decoder": session})
-        self._models = {PLAIN: alone, NGRAM: alone}
+        self._models = dict.fromkeys((PLAIN, *LOOKED_UP), alone)
         if model.draft is not None:
             with tempfile.TemporaryDirectory() as folder:
                 write_pair(model.path, model.draft, Path(folder))

@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Peer, PeerModel, PeerSource
+from redraft.bench.peers.base import DRAFT, LOOKED_UP, PLAIN, Decoded, Peer, PeerModel, PeerSource
 from redraft.config import Precision
 
 LINK = "checkpoint"
-LOOKUP = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
+LOOKUPS = {
+    mode: {"prompt_lookup_num_tokens": drafted, "max_matching_ngram_size": 3} for mode, drafted in LOOKED_UP.items()
+}
 
 
 class HuggingFaceDecoder:
@@ -18,18 +20,18 @@ class HuggingFaceDecoder:
 
     def __init__(self, model: PeerModel) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         torch.set_num_threads(model.threads)
 
         def opened(folder: Any) -> Any:
             found = AutoModelForCausalLM.from_pretrained(str(folder / LINK), dtype=torch.float32).eval()
-            found.generation_config.eos_token_id = None  # text continues past its end
+            found.generation_config = GenerationConfig()  # the checkpoint's may have penalties, and end tokens
             return found
 
         self._model = opened(model.path)
-        self._options: dict[str, dict[str, Any]] = {PLAIN: {}, NGRAM: LOOKUP}
-        self.settings: dict[str, Any] = {"threads": model.threads, NGRAM: LOOKUP}
+        self._options: dict[str, dict[str, Any]] = {PLAIN: {}, **LOOKUPS}
+        self.settings: dict[str, Any] = {"threads": model.threads, **LOOKUPS}
         if model.draft is not None:
             self._options[DRAFT] = {"assistant_model": opened(model.draft)}
             self.settings[DRAFT] = "the library's defaults"

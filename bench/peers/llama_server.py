@@ -17,16 +17,23 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from redraft.bench.peers import llamacpp
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Asked, Continued, Decoded, PeerError, PeerModel, PeerSource
+from redraft.bench.peers.base import (
+    DRAFT,
+    LOOKED_UP,
+    PLAIN,
+    Asked,
+    Continued,
+    Decoded,
+    PeerError,
+    PeerModel,
+    PeerSource,
+)
 from redraft.bench.peers.llamacpp import FILE, LLAMA, rounded
 from redraft.config import Precision
 from redraft.names import TOKENIZER_FILE
 
 MATCHED, DRAFTED = 3, 4
-"""Tokens of an n-gram, and of a draft. llama.cpp's defaults, 12 and 48, are for GPUs."""
-KINDS = {NGRAM: "ngram_simple", "ngram map": "ngram_map_k"}
-"""llama.cpp's names of its lookups: in the text, and in a map of its n-grams. Its n-gram cache keeps those of earlier
-prompts, so it is left out."""
+"""Tokens of an n-gram, and of a model's draft. llama.cpp's own n-grams of 12 and drafts of 48 tokens are for GPUs."""
 ALONE = {"cache_ram_mib": 0, "verbosity": 1}
 """A server keeps no prompts of idle slots, and is quiet."""
 
@@ -104,9 +111,9 @@ class LlamaDrafts:
         import xllamacpp
 
         self._tokenizer = Tokenizer.from_file(str(model.path / TOKENIZER_FILE))
-        self.modes = (PLAIN, *KINDS, *((DRAFT,) if model.draft is not None else ()))
+        self.modes = (PLAIN, *LOOKED_UP, *((DRAFT,) if model.draft is not None else ()))
         self._servers = {mode: xllamacpp.Server(_drafting(mode, model)) for mode in self.modes}
-        self.settings = _settings(model, matched=MATCHED, drafted=DRAFTED)
+        self.settings = _settings(model, matched=MATCHED, drafted=LOOKED_UP | {DRAFT: DRAFTED})
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """Continue a prompt greedily by `count` tokens. The time, from the first to the last, is the server's own."""
@@ -127,14 +134,14 @@ def _drafting(mode: str, model: PeerModel) -> Any:
     import xllamacpp
 
     params = _params(model, {"n_ctx": rounded(model.context), "n_parallel": 1})
-    drafts, kind = params.speculative, KINDS.get(mode, "draft_simple")
+    drafts, kind = params.speculative, "draft_simple" if mode == DRAFT else "ngram_simple"
     for threads in (drafts.draft.cpuparams, drafts.draft.cpuparams_batch):
         threads.n_threads = model.threads
     if mode == PLAIN:
         return params
     drafts.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")]
     if mode != DRAFT:
-        _set(getattr(drafts, kind), size_n=MATCHED, size_m=DRAFTED)
+        _set(drafts.ngram_simple, size_n=MATCHED, size_m=LOOKED_UP[mode])
         return params
     assert model.draft is not None
     drafts.draft.mparams.path = str(model.draft / FILE)

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python, with files that llama.cpp itself converts from the checkpoint's GGUF file.
 
-GIVEN is that file as it is. The n-gram mode is `LlamaPromptLookupDecoding`: it drafts the tokens that followed the last
-two tokens when they first occurred, or else the last token. llama-cpp-python copies the logits of all verified tokens.
+The n-gram modes are `LlamaPromptLookupDecoding`: it drafts the tokens that followed the last two tokens when they first
+occurred, or else the last token. llama-cpp-python copies the logits of all verified tokens.
 """
 
 from __future__ import annotations
@@ -10,15 +10,26 @@ import ctypes
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Peer, PeerError, PeerModel, PeerSource
+from redraft.bench.peers.base import (
+    LONG_NGRAM,
+    LOOKED_UP,
+    NGRAM,
+    PLAIN,
+    Decoded,
+    Peer,
+    PeerError,
+    PeerModel,
+    PeerSource,
+)
 from redraft.config import Precision
 from redraft.export.gguf.file import read_header
 
-LOOKUP = {"max_ngram_size": 2, "num_pred_tokens": 2}
+LOOKUPS = {
+    mode: {"max_ngram_size": 2, "num_pred_tokens": drafted} for mode, drafted in (LOOKED_UP | {NGRAM: 2}).items()
+}
 """Its documentation says that two drafted tokens are best on CPUs; the default is 10."""
 TYPES: dict[Precision, str] = {"fp32": "ALL_F32", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
 """llama.cpp's 4-bit type whose CPU kernels pack rows of weights together."""
@@ -29,16 +40,16 @@ _STEP = 256  # tokens; llama.cpp rounds contexts up to such multiples
 
 
 class LlamaDecoder:
-    """An open file, once for each mode; both share its pages. Flash attention is llama.cpp's own default."""
+    """An open file, once for each mode; all share its pages. Flash attention is llama.cpp's own default."""
 
-    modes = (PLAIN, NGRAM)
+    modes = (PLAIN, *LOOKUPS)
 
     def __init__(self, model: PeerModel) -> None:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         options: dict[str, Any] = {
-            "n_ctx": rounded(model.context + LOOKUP["num_pred_tokens"]),
+            "n_ctx": rounded(model.context + LOOKED_UP[LONG_NGRAM]),
             "n_threads": model.threads,
             "n_threads_batch": model.threads,
             "flash_attn": True,
@@ -46,13 +57,13 @@ class LlamaDecoder:
         if model.precision == "fp32":  # the default is f16
             options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
         path = str(model.path / FILE)
-        drafts = {PLAIN: None, NGRAM: LlamaPromptLookupDecoding(**LOOKUP)}
+        drafts = {PLAIN: None} | {mode: LlamaPromptLookupDecoding(**lookup) for mode, lookup in LOOKUPS.items()}
         self._llama = {
             mode: llama_cpp.Llama(path, draft_model=draft, verbose=False, **options) for mode, draft in drafts.items()
         }
         file_type = self._llama[PLAIN].metadata.get("general.file_type")
         build = llama_cpp.llama_print_system_info().decode().strip(" |")
-        self.settings = {**options, NGRAM: LOOKUP, "general.file_type": file_type, "build": build}
+        self.settings = {**options, **LOOKUPS, "general.file_type": file_type, "build": build}
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """See `Decoder.decode`. `generate` of llama-cpp-python never ends by itself."""
@@ -112,4 +123,3 @@ LLAMA = Peer(
     convert=quantize,
     open=LlamaDecoder,
 )
-GIVEN = replace(LLAMA, name="llama-cpp-python-given", formats={"int4": "the file itself"}, convert=link)

@@ -16,7 +16,7 @@ from typing import Any
 
 from redraft.bench.peers.base import (
     DRAFT,
-    NGRAM,
+    LOOKED_UP,
     PLAIN,
     Asked,
     Continued,
@@ -31,7 +31,7 @@ from redraft.config import Precision
 
 ASSISTANT: dict[str, dict[str, int]] = {
     PLAIN: {},
-    NGRAM: {"num_assistant_tokens": 4, "max_ngram_size": 3},
+    **{mode: {"num_assistant_tokens": drafted, "max_ngram_size": 3} for mode, drafted in LOOKED_UP.items()},
     DRAFT: {"num_assistant_tokens": 4},
 }
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -48,14 +48,14 @@ EXPORTER = (
 
 
 class OpenVinoDecoder:
-    """An open model: a pipeline for each mode."""
+    """An open model: a pipeline without drafts, one of lookups, and one with a draft model."""
 
     def __init__(self, model: PeerModel) -> None:
         import openvino_genai
 
         properties = _properties(model)
         opened = partial(openvino_genai.LLMPipeline, str(model.path), "CPU", **properties)
-        self._pipelines = {PLAIN: opened(), NGRAM: opened(prompt_lookup=True)}
+        self._pipelines = {PLAIN: opened()} | dict.fromkeys(LOOKED_UP, opened(prompt_lookup=True))
         if model.draft is not None:
             draft = openvino_genai.draft_model(str(model.draft), "CPU", **properties)
             self._pipelines[DRAFT] = opened(draft_model=draft)

@@ -40,9 +40,10 @@ class Ours:
             on_output=lambda output: times.append((time.perf_counter(), len(output.token_ids))),
         ).result()  # fmt: skip
         (first, together), (last, _) = times[0], times[-1]
-        later = len(done.token_ids) - together  # the first step's tokens come at one time
-        share = (len(done.token_ids) - 1) / later if later else 0.0
-        return Decoded(done.token_ids, (last - first) * share)
+        after_first, later = len(done.token_ids) - 1, len(done.token_ids) - together
+        if not later:
+            return Decoded(done.token_ids, after_first / done.metrics.decode_tokens_per_second)
+        return Decoded(done.token_ids, (last - first) * after_first / later)  # the first step's tokens come together
 
 
 class OursUnderLoad:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from transformers import PretrainedConfig
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import model_config
+from redraft.export.checkpoint.architecture import Architecture
 from redraft.export.checkpoint.base import AnyCheckpoint
 from redraft.export.checkpoint.model_config import decoder_shape
 from redraft.export.drafters.block_drafter import BlockConfig, BlockDrafter
@@ -53,7 +54,7 @@ from redraft.export.drafters.published_checks import (
     layer_configuration,
     verifier_matrix,
 )
-from redraft.export.drafters.published_tensors import D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
+from redraft.export.drafters.published_tensors import EMBEDDING, HEAD, IN_LAYER, PublishedTensors
 from redraft.methods import ROWS
 from redraft.names import LAST_HIDDEN_STATE
 
@@ -83,15 +84,6 @@ _LAYER = {ours.removeprefix("layer."): theirs for ours, theirs in IN_LAYER.items
     **{f"{one}_proj.bias": f"self_attn.{one}_proj.bias" for one in "qkv"},
 }
 """Published names of our parameters, those of a layer after its prefix. The mask is a row of the embedding."""
-
-
-class _Published(Protocol):
-    """The parts of `redraft.export.drafters.published.Published` that are read."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def layout(self) -> str: ...
 
 
 def recognise_block(values: Mapping[str, Any]) -> tuple[str, BlockLayout] | None:
@@ -149,29 +141,28 @@ def block_states(path: Path, values: Mapping[str, Any], layers: int) -> tuple[st
 
 
 def block_drafter(
-    published: _Published, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors,
-    verifier: AnyCheckpoint,
-) -> tuple[BlockConfig, BlockDrafter, torch.Tensor | None]:  # fmt: skip
+    path: Path, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors, verifier: AnyCheckpoint
+) -> tuple[BlockConfig, BlockDrafter, torch.Tensor | None]:
     """Return the drafter of a published checkpoint, in bf16, and its draft vocabulary, None for the whole one.
 
     Raises CheckpointError if it does not fit the verifier, or has a part that redraft's drafters do not have.
     """
     own = _settings(values)
-    config = _configuration(published, values, target, stored)
+    embedding = Architecture.of(target).empty_model().get_input_embeddings()
+    if type(embedding) is not torch.nn.Embedding:
+        raise CheckpointError(
+            f"{path} reads embeddings that its verifier has scaled ({type(embedding).__name__}); redraft's drafters "
+            "read them as they are", NOT_COVERED,
+        )  # fmt: skip
+    config = _configuration(path, values, target, stored)
     with torch.device("meta"):
         module = BlockDrafter(config).to(torch.bfloat16)
     names = {ours: _published_name(ours) for ours in module.state_dict() if ours != "mask"}
     shapes = {names[ours]: tuple(tensor.shape) for ours, tensor in module.state_dict().items() if ours in names}
-    size = config.vocab_size, config.hidden_size
-    copies = {
-        EMBEDDING: size, HEAD: (config.draft_size, config.hidden_size), D2T: (config.draft_size,), T2D: size[:1],
-    }  # fmt: skip
-    needed = {*stored.shapes, *((D2T,) if config.draft_vocab_size else ())}
-    shapes |= {name: shape for name, shape in copies.items() if name in needed}
     after_state = config.confidence and not own.get("confidence_head_with_markov", True)
     if after_state:
         shapes["confidence_head.proj.weight"] = 1, config.hidden_size
-    check_tensors(stored, shapes)
+    check_tensors(stored, config, shapes)
     vocabulary = draft_vocabulary(stored, config)
     check_matrix(stored, verifier, target)
     check_matrix(stored, verifier, target, HEAD, vocabulary)
@@ -181,17 +172,17 @@ def block_drafter(
         if after_state and ours == "confidence.weight":  # this head does not read the token before
             numbers = F.pad(numbers, (0, config.token_rank))
         module.get_parameter(ours).copy_(numbers)
-    token = _mask_token(published.path, own, config.vocab_size)
-    source, parameter_name = verifier_matrix(verifier, target, EMBEDDING, size)
+    token = _mask_token(path, own, config.vocab_size)
+    source, parameter_name = verifier_matrix(verifier, target, EMBEDDING, (config.vocab_size, config.hidden_size))
     module.mask.copy_(torch.from_numpy(source.rows(parameter_name, token, token + 1))[0])
     return config, module, vocabulary
 
 
 def _configuration(
-    published: _Published, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors
+    path: Path, values: Mapping[str, Any], target: PretrainedConfig, stored: PublishedTensors
 ) -> BlockConfig:
     """Return the drafter's configuration. Raises CheckpointError if it does not fit the verifier or our module."""
-    path, shape, own = published.path, decoder_shape(target), _settings(values)
+    shape, own = decoder_shape(target), _settings(values)
     anchor_predicts = own["anchor_predicts"]
     config = layer_configuration(path, values.get(LAYERS, values))
     check_sizes(path, own, config, target)

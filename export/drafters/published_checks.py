@@ -73,9 +73,16 @@ def check_features(path: Path, config: PretrainedConfig, *more: tuple[bool, str]
             raise CheckpointError(f"{path} has {what}, which redraft's drafters do not have", NOT_COVERED)
 
 
-def check_tensors(stored: PublishedTensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError listing tensors that are missing, surplus or of another shape."""
-    if problems := list(differences(stored.shapes, shapes)):
+def check_tensors(stored: PublishedTensors, config: LayerConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError listing tensors that are missing, surplus or of another shape.
+
+    shapes: of the drafter's own tensors. It may have copies of the verifier's and maps of tokens too.
+    """
+    vocabulary, drafted, width = config.vocab_size, config.draft_size, config.hidden_size
+    more = {EMBEDDING: (vocabulary, width), HEAD: (drafted, width), D2T: (drafted,), T2D: (vocabulary,)}
+    needed = {*stored.shapes, *((D2T,) if config.draft_vocab_size else ())}
+    allowed = {name: shape for name, shape in more.items() if name in needed}
+    if problems := list(differences(stored.shapes, {**allowed, **shapes})):
         raise CheckpointError(f"{stored.path}: {'; '.join(problems)}", FITTING)
 
 

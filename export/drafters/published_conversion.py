@@ -35,7 +35,7 @@ from redraft.export.drafters.published_checks import (
     draft_vocabulary,
     layer_configuration,
 )
-from redraft.export.drafters.published_tensors import BIASES, D2T, EMBEDDING, HEAD, IN_LAYER, T2D, PublishedTensors
+from redraft.export.drafters.published_tensors import BIASES, HEAD, IN_LAYER, PublishedTensors
 
 _FUSION = "fusion.projection.weight"
 _FUSION_BIAS = "fusion.projection.bias"
@@ -56,8 +56,11 @@ def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) 
     values = read_json_object(path / CONFIG_FILE)
     target = model_config.load_config(verifier)
     stored = PublishedTensors.open(path)
-    read = block_drafter if published.drafts_blocks else _drafter
-    config, module, vocabulary = read(published, values, target, stored, verifier)
+    config, module, vocabulary = (
+        block_drafter(path, values, target, stored, verifier)
+        if published.drafts_blocks
+        else _drafter(published, values, target, stored, verifier)
+    )
     counts = torch.ones(config.vocab_size, dtype=torch.long)
     training = {"published": published.description, "folder": path.name}
     save_drafter(out, published.method, config, identity, module, counts, training, vocabulary)
@@ -71,7 +74,8 @@ def _drafter(
     """Return the drafter that predicts features of a published checkpoint, and its draft vocabulary."""
     config = _configuration(published, values, target, stored)
     names = _names(published, config, values, stored)
-    _check_tensors(stored, config, names)
+    shapes = {names[ours]: tuple(t.shape) for ours, t in _module(config).state_dict().items() if ours in names}
+    check_tensors(stored, config, shapes)
     vocabulary = draft_vocabulary(stored, config)
     check_matrix(stored, verifier, target)
     return config, _filled(config, stored, names), vocabulary
@@ -145,19 +149,6 @@ def _module(config: FeatureConfig) -> FeatureDrafter:
     """Return the module in bf16 without numbers."""
     with torch.device("meta"):
         return FeatureDrafter(config).to(torch.bfloat16)
-
-
-def _check_tensors(stored: PublishedTensors, config: FeatureConfig, names: Mapping[str, str]) -> None:
-    """Raise CheckpointError listing tensors that are missing, surplus or of another shape."""
-    shapes = {names[ours]: tuple(t.shape) for ours, t in _module(config).state_dict().items() if ours in names}
-    optional = {
-        EMBEDDING: (config.vocab_size, config.hidden_size),
-        D2T: (config.draft_size,),
-        T2D: (config.vocab_size,),
-    }
-    needed = {D2T} if config.draft_vocab_size else set()
-    shapes |= {name: shape for name, shape in optional.items() if name in stored.shapes or name in needed}
-    check_tensors(stored, shapes)
 
 
 def _filled(config: FeatureConfig, stored: PublishedTensors, names: Mapping[str, str]) -> FeatureDrafter:

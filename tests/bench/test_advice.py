@@ -24,7 +24,7 @@ from redraft.bench.advice import (
     step_times,
     table,
 )
-from redraft.bench.advice_runs import in_batches
+from redraft.bench.advice_runs import in_batches, typical
 from redraft.bench.compare import PLAIN, Settings
 from redraft.bench.plots import Pictures
 from redraft.runtime import SamplingParams
@@ -33,14 +33,10 @@ from redraft.runtime.controllers.cost import CostCurve
 FRESH = [DraftStep(0, 3, (1, 2)), DraftStep(0, 3, (1,)), DraftStep(0, 3, (3,)), DraftStep(0, 3, ())]
 
 
-def times(row_ms: float, plain_ms: float = 10.0) -> StepTimes:
-    """Steps of one sequence and of four whose drafted rows cost this. Drafting takes 2 ms, the host nothing."""
-    curves = {batch: CostCurve((0.0, *(plain_ms + batch * row_ms * n for n in range(9)))) for batch in (1, 4)}
-    steps = {
-        batch: {n: StepMs(curve.table_ms[1 + n], 2.0 if n else 0.0, n) for n in (0, 1, 8)}
-        for batch, curve in curves.items()
-    }
-    return step_times(curves, steps)
+def times(row_ms: float, batch: int = 1, plain_ms: float = 10.0) -> StepTimes:
+    """Steps of sequences whose drafted rows cost this. Drafting takes 2 ms, the host nothing."""
+    curve = CostCurve((0.0, *(plain_ms + batch * row_ms * n for n in range(9))))
+    return step_times(curve, {n: StepMs(curve.table_ms[1 + n], 2.0 if n else 0.0, n) for n in (0, 1, 8)})
 
 
 def test_steps_of_a_trace() -> None:
@@ -105,7 +101,7 @@ def test_gains_fall_with_the_cost_of_rows_and_trees_shrink() -> None:
     gains = [each.gain for each in found]
     assert gains == sorted(gains, reverse=True)
     assert (found[0].to_json()["pays"], found[-1].to_json()["pays"]) == (True, False)
-    alone, together = (best(curve, times(row_ms=2.0), batch, 3) for batch in (1, 4))
+    alone, together = (best(curve, times(2.0, batch), batch, 3) for batch in (1, 4))
     assert (alone.nodes, together.nodes) == (3, 1)
     assert alone.gain > together.gain
 
@@ -113,15 +109,15 @@ def test_gains_fall_with_the_cost_of_rows_and_trees_shrink() -> None:
 def test_calls_in_decoding_correct_the_curve() -> None:
     """Each verification takes twice as long in decoding; a step's other time grows with its nodes."""
     curve = CostCurve((0.0, 4.0, 6.0, 8.0))
-    found = step_times({1: curve}, {1: {0: StepMs(8.0, 0.5, 0), 1: StepMs(12.0, 1.0, 1), 2: StepMs(16.0, 3.0, 2)}})
-    assert found.verify_ms(1, 2, drafted=1.5) == pytest.approx(14.0)
-    assert [at(found.aside_ms, 1, nodes) for nodes in (0, 1, 2)] == [0.5, 1.0, 3.0]
-    assert at({1: {0: 1.0, 2: 4.0}, 3: {0: 3.0, 2: 8.0}}, batch=2, nodes=1) == 6.0
+    found = step_times(curve, {0: StepMs(8.0, 0.5, 0), 1: StepMs(12.0, 1.0, 1), 2: StepMs(16.0, 3.0, 2)})
+    assert found.step_ms(2, drafted=1.5) == pytest.approx(14.0 + 3.0)
+    assert [at(found.aside_ms, nodes) for nodes in (0, 1, 2)] == [0.5, 1.0, 3.0]
+    assert at({0: 1.0, 2: 4.0, 6: 8.0}, nodes=4) == 6.0
 
 
 def test_tables_and_the_picture(tmp_path: Path) -> None:
     curve = AcceptanceCurve(FRESH)
-    methods = {"own": {"batches": {str(batch): best(curve, times(4.0), batch, 3).to_json() for batch in (1, 4)}}}
+    methods = {"own": {"batches": {str(batch): best(curve, times(4.0, batch), batch, 3).to_json() for batch in (1, 4)}}}
     assert table(methods)[1:] == [
         ["own", "1", "1", "1.50", "1.60", "50 %", "60 %", "0.94", "none"],
         ["own", "4", "1", "1.50", "2.80", "50 %", "180 %", "0.54", "none"],
@@ -146,6 +142,15 @@ def test_the_gain_in_a_batch_is_that_of_whole_texts_with_its_steps() -> None:
     ]
     found = in_batches(runs, "own", {PLAIN: StepMs(1.5, 0.5, 0.0), "own": StepMs(2.0, 1.0, 4.0)})
     assert found.ratio == pytest.approx(40 * 2 / (12 * 3))
+
+
+def test_a_machine_that_is_slow_for_one_turn_moves_no_ratio() -> None:
+    """In the second turn all steps take five times as long. A step with trees takes two plain ones in each turn."""
+    turns = [
+        {PLAIN: StepMs(3 * slow, slow, 0), "own": StepMs(6 * slow, 2 * slow, nodes)}
+        for slow, nodes in ((1.0, 4), (5.0, 4), (1.2, 1))
+    ]
+    assert typical(turns) == {PLAIN: pytest.approx((3.6, 1.2, 0)), "own": pytest.approx((7.2, 2.4, 3))}
 
 
 def test_prompts_are_decoded_so_many_times_and_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

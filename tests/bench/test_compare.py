@@ -7,8 +7,9 @@ from tests.runtime.fakes import make_runtime
 
 from redraft.bench.compare import INEXACT, PLAIN, Settings, compare, in_turns
 from redraft.bench.prompts import BenchPrompt
-from redraft.errors import UsageError
+from redraft.errors import RedraftError, UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams
+from redraft.runtime.drafters.ngram import NgramDrafter
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 TURNS = BenchPrompt("p", "k", "one", ("two", "three"))
@@ -51,6 +52,16 @@ def test_a_chat_that_outgrows_the_context_ends_there() -> None:
     other = BenchPrompt("q", "k", "b", ("c",))
     runs = compare(chats(22), [TURNS, other], ["ngram"], Settings(PARAMS, chat=True))
     assert [(run.prompt.id, run.turn) for run in runs] == [("p", 1), ("q", 1), ("q", 2)]
+
+
+@pytest.mark.faulty_drafts
+def test_a_drafter_that_fails_is_not_timed_as_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("broke")
+
+    monkeypatch.setattr(NgramDrafter, "offers", fail)
+    with pytest.raises(RedraftError, match="broke"):
+        compare(make_runtime(), [TURNS], ["ngram"], Settings(PARAMS))
 
 
 def test_inexact_decoding_is_plain_decoding_by_the_other_runtime() -> None:

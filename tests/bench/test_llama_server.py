@@ -12,11 +12,21 @@ import numpy as np
 import pytest
 from tests.little import write_tokenizer
 
-from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, PeerError, PeerModel, PeerSource, converted, open_peer
+from redraft.bench.peers.base import (
+    DRAFT,
+    LONG_NGRAM,
+    NGRAM,
+    PLAIN,
+    PeerError,
+    PeerModel,
+    PeerSource,
+    converted,
+    open_peer,
+)
 from redraft.bench.peers.llama_server import LLAMA_DRAFTS, LlamaDrafts
 from redraft.bench.peers.llamacpp import FILE
 
-MODES = (PLAIN, NGRAM, "ngram map")
+MODES = (PLAIN, NGRAM, LONG_NGRAM)
 
 
 class FakeServer:
@@ -39,15 +49,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint, and the library."""
 
     def params() -> SimpleNamespace:
-        names = ("ngram_simple", "ngram_map_k", "mparams", "cpuparams", "cpuparams_batch")
+        names = ("ngram_simple", "mparams", "cpuparams", "cpuparams_batch")
         parts = {name: SimpleNamespace() for name in names}
-        draft = SimpleNamespace(**{name: SimpleNamespace() for name in names[2:]})
+        draft = SimpleNamespace(**{name: SimpleNamespace() for name in names[1:]})
         return SimpleNamespace(
             model=SimpleNamespace(), speculative=SimpleNamespace(draft=draft, types=[], **parts), **parts
         )
 
     cpp = ModuleType("xllamacpp")
-    kinds = ("NGRAM_SIMPLE", "NGRAM_MAP_K", "DRAFT_SIMPLE")
+    kinds = ("NGRAM_SIMPLE", "DRAFT_SIMPLE")
     cpp.common_speculative_type = SimpleNamespace(**{f"COMMON_SPECULATIVE_TYPE_{kind}": kind for kind in kinds})
     cpp.CommonParams, cpp.Server, cpp.get_system_info = params, FakeServer, lambda: "CPU : AVX2 = 1 | "
     monkeypatch.setitem(sys.modules, "xllamacpp", cpp)
@@ -80,9 +90,10 @@ def test_each_mode_drafts_in_its_own_way(folder: Path) -> None:
     params = {mode: server.params for mode, server in decoder._servers.items()}
     assert params[PLAIN].speculative.types == []
     assert [params[mode].speculative.types for mode in decoder.modes[1:]] == [
-        ["NGRAM_SIMPLE"], ["NGRAM_MAP_K"], ["DRAFT_SIMPLE"]
+        ["NGRAM_SIMPLE"], ["NGRAM_SIMPLE"], ["DRAFT_SIMPLE"]
     ]  # fmt: skip
-    assert (params[NGRAM].speculative.ngram_simple.size_n, params[NGRAM].speculative.ngram_simple.size_m) == (3, 4)
+    lookups = [params[mode].speculative.ngram_simple for mode in MODES[1:]]
+    assert [(one.size_n, one.size_m) for one in lookups] == [(3, 4), (3, 12)]
     assert params[DRAFT].speculative.draft.mparams.path == f"small/{FILE}"
     assert {one.n_ctx for one in params.values()} == {512}
     assert {one.speculative.draft.cpuparams.n_threads for one in params.values()} == {3}

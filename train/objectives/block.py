@@ -16,7 +16,7 @@ from redraft.methods import Method, Row
 from redraft.train.batches import Batch
 from redraft.train.fitted_projections import hidden_states_of
 from redraft.train.objectives.block_drafter import BlockObjective, BlockTable
-from redraft.train.objectives.last_layer import OTHER_INIT, begin_with_layers
+from redraft.train.objectives.last_layer import begin_with_layers
 from redraft.train.training import Start, Training, table_of
 from redraft.train.verifier_model import VerifierModel
 
@@ -48,9 +48,9 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     the token before adds nothing. Raises UsageError for layers of another shape or form, and for a drafter that does
     not read that hidden state.
     """
-    config, body = drafter.config, verifier.model.get_decoder()
-    enters, count = str(verifier.layers - 2), config.layers
-    if config.layers >= verifier.layers or enters not in config.hidden_states:
+    config, count = drafter.config, drafter.config.layers
+    enters = str(verifier.layers - 2)
+    if count >= verifier.layers or enters not in config.hidden_states:
         raise UsageError(
             f"drafter.init = 'layers' needs fewer layers than the verifier's {verifier.layers}, and its hidden state "
             f"{enters} among hidden_states", "change them, or set init = 'random'",
@@ -58,13 +58,10 @@ def start_from_layers(drafter: BlockDrafter, verifier: VerifierModel, batches: I
     layers = {f"layers.{i}": verifier.layers - count + i for i in range(count)}
     batches = iter(batches)
     read = begin_with_layers(drafter, layers, verifier, batches)
-    gain = getattr(getattr(body.layers[-1], "input_layernorm", None), "weight", None)
-    if gain is None:
-        raise UsageError("drafter.init: the verifier's last layer is not of Llama's form", OTHER_INIT)
     state, whole = drafter.state_dict(), torch.eye(config.hidden_size)
     parts = [whole if name == enters else torch.zeros_like(whole) for name in config.hidden_states]
     state["features.weight"] = torch.cat(parts, dim=1)
-    state["feature_norm.weight"] = gain.detach().float().clone()
+    state["feature_norm.weight"] = state[f"layers.{count - 1}.input_norm.weight"].clone()
     state["mask"] = verifier.model.get_input_embeddings().weight.detach().float().mean(0)
     if "token_head.weight" in state:
         state["token_head.weight"] = torch.zeros_like(state["token_head.weight"])

@@ -30,6 +30,7 @@ from redraft.train.distillation import DepthDistillation, Targets
 from redraft.train.drafter_config import Init, LayerTable
 from redraft.train.linear_loss import LinearLoss, Overlap, linear_cross_entropy
 from redraft.train.states import States
+from redraft.train.verifier_model import drafter_embedding
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class BlockObjective(DepthDistillation):
     def _rows(self, batch: Batch, states: States) -> torch.Tensor:
         """Return the states of every row of every block, [B, S, N, n], which the head reads."""
         config, starts = self.drafter.config, batch.starts.clamp(min=0)
-        embed = self.verifier.get_input_embeddings()
+        embed = drafter_embedding(self.verifier)
         hidden = [states.hidden[name].to(embed.weight.dtype) for name in config.hidden_states]
         anchors = embed(self._token_at(batch, starts + 1))
         rows, length = config.rows(config.steps), hidden[0].shape[1]

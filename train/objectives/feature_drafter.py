@@ -29,6 +29,7 @@ from redraft.train.distillation import ChainAttention, DepthDistillation, Target
 from redraft.train.drafter_config import LayerTable
 from redraft.train.linear_loss import Alignment, LinearLoss, linear_cross_entropy
 from redraft.train.states import TOP_LOGITS, States
+from redraft.train.verifier_model import drafter_embedding
 
 MEASURED = 5
 """Least depth at which acceptance is measured."""
@@ -180,7 +181,7 @@ class FeatureObjective(DepthDistillation):
 
     def _passes(self, batch: Batch, states: States, passes: int, noise: float) -> Iterator[Predicted]:
         """Yield the outputs of every pass of every draft, [B, S, n] each."""
-        embed, starts = self.verifier.get_input_embeddings(), batch.starts.clamp(min=0)
+        embed, starts = drafter_embedding(self.verifier), batch.starts.clamp(min=0)
         kept = (states.hidden[name].to(embed.weight.dtype) for name in self.drafter.config.hidden_states)
         features = torch.cat(list(kept), dim=-1)
         if noise:

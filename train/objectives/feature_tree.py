@@ -17,7 +17,7 @@ from redraft.train.batches import Batch
 from redraft.train.fitted_projections import fit_projections
 from redraft.train.objectives.feature_drafter import FeatureObjective, FeatureTable
 from redraft.train.training import Start, Training, table_of
-from redraft.train.verifier_model import VerifierModel
+from redraft.train.verifier_model import VerifierModel, drafter_embedding
 
 
 def low_middle_high(layers: int) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batche
         target = str(verifier.layers - 1)
     drafter.load_state_dict(state)
     drafter.to(verifier.model.device)
-    embed = verifier.model.get_input_embeddings()
+    embed = drafter_embedding(verifier.model)
 
     def inputs(hidden: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
         rows = torch.cat([hidden[name] for name in config.hidden_states], dim=-1)

@@ -31,7 +31,7 @@ from redraft.train.mtp import load_mtp
 from redraft.train.objectives.last_layer import OTHER_INIT, begin_with_layers, last_layer
 from redraft.train.states import States
 from redraft.train.training import Start, Training
-from redraft.train.verifier_model import VerifierModel
+from redraft.train.verifier_model import VerifierModel, drafter_embedding
 
 
 def chains(
@@ -178,12 +178,12 @@ class LyannaObjective(DepthDistillation):
 
     def _chains(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield h_i of every step, [B, S, n] each."""
-        embed = self.verifier.get_input_embeddings()
+        embed = drafter_embedding(self.verifier)
         features = states.last.to(embed.weight.dtype)
         return chains(self.drafter, features, batch.tokens, batch.starts.clamp(min=0), embed)
 
     def _token_info(self) -> TokenInfoProduct:
-        embed = self.verifier.get_input_embeddings()
+        embed = drafter_embedding(self.verifier)
         return TokenInfoProduct(self.drafter, embed, self.head.dtype, self.vocabulary, self.hot)
 
 
@@ -194,7 +194,7 @@ def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: I
     """
     batches = iter(batches)
     read = begin_with_layers(drafter, {"layer": last_layer(verifier)}, verifier, batches)
-    embed = verifier.model.get_input_embeddings()
+    embed = drafter_embedding(verifier.model)
     fits: list[tuple[nn.Linear, Inputs]] = [
         (drafter.projection, lambda hidden, tokens: drafter.joined(hidden[LAST_HIDDEN_STATE], embed(tokens).float()))
     ]

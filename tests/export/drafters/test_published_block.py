@@ -124,6 +124,13 @@ def test_a_drafter_computes_its_authors_forward_pass(verifier: Checkpoint, tmp_p
         torch.testing.assert_close(module.confidences(found[0, 0, 2], before), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_verifier_that_scales_its_embeddings_is_refused(tmp_path: Path) -> None:
+    """The authors' programs embed anchors and masks by the verifier's own module."""
+    verifier = Checkpoint.open(write_checkpoint(tmp_path / "verifier", "gemma2"))
+    with pytest.raises(CheckpointError, match=r"reads embeddings that its verifier has scaled \(Gemma2"):
+        converted(write(tmp_path / "a", *z_lab()), verifier, tmp_path / "b")
+
+
 def test_copies_of_the_verifiers_matrices_are_compared_and_left_out(verifier: Checkpoint, tmp_path: Path) -> None:
     values, tensors = deepspec()
     stored = load_file(str(verifier.path / "model.safetensors"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from redraft.errors import UsageError
+from redraft.export.drafters.decoder_drafter import DraftModelConfig
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives import METHODS, find_training
 
@@ -63,6 +64,22 @@ def test_a_drafter_learns_alone_from_kept_states(verifier, name, monkeypatch):
     assert all(parameter.grad is not None for parameter in trained)
     assert not any(parameter.requires_grad for parameter in verifier.model.parameters())
     assert all(name.startswith("drafter.") for name in objective.state_dict())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_drafters_read_embeddings_that_the_verifier_does_not_scale(verifier, name, monkeypatch):
+    """Gemma scales them in its module, and engines read the matrix. Draft models are of its kind, and scale too."""
+    training = find_training(name)
+    recipe, columns = training.recipe(), DraftColumns.whole(verifier.vocab_size)
+    config = training.configure(recipe, verifier)
+    objective = training.loss(verifier.model, config, recipe.drafter, columns)
+    batch = texts(verifier.vocab_size, (24, 18), (4, 6))
+    states = objective.states(batch)
+    plain = torch.stack(list(objective.drafts(batch, states)))
+    embedding = verifier.model.get_input_embeddings()
+    monkeypatch.setattr(embedding, "forward", lambda tokens: 7 * embedding.weight[tokens])
+    scaled = torch.stack(list(objective.drafts(batch, states)))
+    assert torch.equal(plain, scaled) != isinstance(config, DraftModelConfig)
 
 
 NO_WEIGHTS = r"drafter\.soft, hard and greedy must be 0 or more"
