@@ -157,17 +157,18 @@ def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
     def cells(peer: Mapping[str, Any]) -> dict[str, str]:
         best, texts = peer["best_mode"], {}
         for mode, ratios in peer["modes"].items():
-            texts[mode] = f"{_ratio_text(ratios[ALL])} of {best}"
+            texts[mode] = f"{speedup_text(ratios[ALL])} of {best}"
             if result["looping_answers"]:
                 steady = ratios["not_looping"]
                 looping = f"{mode}, not looping"
-                texts[looping] = f"{_ratio_text(steady)} of {best}" if steady else "every answer loops"
-        return texts | {f"{mode}, same mode": _ratio_text(one[ALL]) for mode, one in peer["same_mode"].items()}
+                texts[looping] = f"{speedup_text(steady)} of {best}" if steady else "every answer loops"
+        return texts | {f"{mode}, same mode": speedup_text(one[ALL]) for mode, one in peer["same_mode"].items()}
 
     return _rows(result, "ratios", f"{NAME}'s mode", result["peers"], cells)
 
 
-def _ratio_text(ratio: Mapping[str, Any]) -> str:
+def speedup_text(ratio: Mapping[str, Any]) -> str:
+    """Return the ratio and the interval of a `Speedup` as text."""
     return f"{ratio_text(ratio['rate'], ratio['base_rate'])} ({interval_text(ratio['interval'])})"
 
 

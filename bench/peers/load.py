@@ -19,11 +19,11 @@ from redraft.bench.compare import Progress
 from redraft.bench.load import latency_text, requests_of_blocks, times_ms
 from redraft.bench.peers import turns
 from redraft.bench.peers.base import Asked, Continued, PeerError
-from redraft.bench.peers.figures import processor
+from redraft.bench.peers.figures import processor, speedup_text
 from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Results
 from redraft.bench.peers.worker import Turn, Worker
-from redraft.bench.statistics import Timing, interval_text, rate_of, rate_text, ratio_text, speedup
+from redraft.bench.statistics import Timing, rate_of, rate_text, speedup
 
 Block = Turn[list[Continued]]
 
@@ -116,10 +116,7 @@ def load_markdown(result: Mapping[str, Any]) -> str:
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
-    ratios = (
-        f"{mode} {ratio_text(each['rate'], each['base_rate'])} ({interval_text(each['interval'])})"
-        for mode, each in figures["over"].items()
-    )
+    ratios = (f"{mode} {speedup_text(each)}" for mode, each in figures["over"].items())
     return [
         rate_text(figures["tokens_per_second"]),
         latency_text(figures["time_to_first_token_ms"]),
