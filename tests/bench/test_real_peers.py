@@ -42,7 +42,8 @@ def test_libraries_write_the_same_fp32_text_in_every_mode(root: Path, tmp_path: 
             texts.append(turn.decoded.token_ids)
     penalized = tmp_path / "penalized"
     shutil.copytree(source.checkpoint, penalized, ignore=lambda folder, names: [n for n in names if "." not in n])
-    (penalized / "generation_config.json").write_text(json.dumps({"repetition_penalty": 2.0, "eos_token_id": prompt[0]}))
+    own = {"repetition_penalty": 2.0, "eos_token_id": prompt[0]}
+    (penalized / "generation_config.json").write_text(json.dumps(own))
     source = replace(source, checkpoint=penalized)
     decoder = open_peer(HUGGING_FACE, source, tmp_path, replace(model, threads=torch.get_num_threads()))
     assert decoder.modes == (PLAIN, *LOOKED_UP, DRAFT)
