@@ -168,7 +168,8 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 def drafter_embedding(verifier: Any) -> nn.Embedding:
     """Return the verifier's embedding as drafters read it: its rows as they are. Gemma's own module scales them."""
-    return nn.Embedding.from_pretrained(verifier.get_input_embeddings().weight)
+    found: nn.Embedding = nn.Embedding.from_pretrained(verifier.get_input_embeddings().weight)
+    return found
 
 
 def autocast_of(verifier: Any) -> torch.autocast:
