@@ -19,6 +19,7 @@ from redraft.bench.compare import (
     Settings,
     Totals,
     compare,
+    first_turn,
     times_as_fast,
     totals_of,
     trace,
@@ -50,15 +51,8 @@ _TURNS = 24
 """Turns that even out a busy machine. A large batch has few in the time."""
 
 Opened = Callable[[int], Runtime]
-"""Opens the bundle for so many sequences at once: their number changes what a step computes before its draft."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Acceptance of a method, and the prediction for its best trees by batch."""
-
-    curve: AcceptanceCurve
-    best: Mapping[int, Advice]
+"""Opens the bundle for so many sequences at once. With one alone, a drafter computes the rows of a prompt before its
+first step; without redraft's operators, that runtime has another graph too."""
 
 
 def largest(limits: TreeLimits) -> Budget:
@@ -73,10 +67,9 @@ def _sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What is decoded: prompts, also as token ids, and how."""
+    """What is decoded, and how."""
 
     prompts: Sequence[BenchPrompt]
-    ids: Sequence[Sequence[int]]
     settings: Settings
     progress: Progress
 
@@ -85,30 +78,47 @@ class _Work:
     ) -> dict[str, StepMs]:
         """Return the step of each way in a batch. One sequence decodes whole texts."""
         if batch > 1:
-            return _batch_steps(runtime, _spread(self.ids, batch), self.settings.params, how, seconds, self.progress)
+            some = [first_turn(runtime, one, self.settings) for one in _spread(self.prompts, batch)]
+            return _batch_steps(runtime, some, self.settings.params, how, seconds, self.progress)
         runs = repeated(runtime, self.prompts, how, self.settings, ROUNDS, self.progress)
         return {way: _step_ms(totals_of(runs, way)) for way in how}
 
 
-def measure(
-    opened: Opened, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits], settings: Settings,
-    batches: Collection[int], progress: Progress,
-) -> dict[str, Measured]:  # fmt: skip
-    """Decode the prompts plainly and by each drafter, alone and in batches, with a few sizes of trees.
+def acceptance(
+    runtime: Runtime, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits], settings: Settings,
+    progress: Progress,
+) -> dict[str, AcceptanceCurve]:  # fmt: skip
+    """Trace each drafter's largest trees on the prompts. Raises UsageError if no text is long enough for one."""
+    ids = [run.token_ids for run in compare(runtime, prompts, (), settings, progress)]
+    found = {}
+    for drafter, limits in drafters.items():
+        progress(f"tracing {drafter}")
+        budget = largest(limits)
+        how = SpeculationParams(drafter, budget=budget)
+        lines = [trace(runtime, one, settings.params, how)[0] for one in ids]
+        drafts = [*draft_steps(chain(*lines), settings.params.max_tokens, min(budget.depth, budget.nodes))]
+        if not any(step.used == 0 and step.nodes for step in drafts):
+            raise UsageError(
+                f"no text is longer than the {budget.depth} levels of a tree of {drafter}",
+                "raise --max-new-tokens, or give other prompts",
+            )
+        found[drafter] = AcceptanceCurve(drafts)
+    return found
+
+
+def measure(  # noqa: PLR0913 (how to decode, and what)
+    opened: Opened, prompts: Sequence[BenchPrompt], drafters: Mapping[str, TreeLimits],
+    accepted: Mapping[str, AcceptanceCurve], settings: Settings, batches: Collection[int], progress: Progress,
+) -> dict[str, dict[int, Advice]]:  # fmt: skip
+    """Decode the prompts plainly and by each drafter in batches, with a few sizes of trees. Return the best by batch.
 
     The steps of the size that seems best are timed again, longer: of many sizes with noisy times, the one that seems
-    best is not so good. Raises UsageError if no text is long enough for a whole tree.
+    best is not so good.
     """
     trees = {drafter: largest(limits) for drafter, limits in drafters.items()}
     sizes = {drafter: _sizes(budget.nodes) for drafter, budget in trees.items()}
     how, most = _ways(trees, sizes), max(budget.nodes for budget in trees.values())
-    with opened(1) as runtime:
-        ids = [run.token_ids for run in compare(runtime, prompts, (), settings, progress)]
-        accepted = {
-            drafter: _acceptance(runtime, ids, settings.params, drafter, how[_way(drafter, budget.nodes)], progress)
-            for drafter, budget in trees.items()
-        }
-    work, found = _Work(prompts, ids, settings, progress), {drafter: dict[int, Advice]() for drafter in trees}
+    work, found = _Work(prompts, settings, progress), {drafter: dict[int, Advice]() for drafter in trees}
     for batch in sorted({*batches}):
         with opened(batch) as runtime:
             steps = work.step_ms(runtime, batch, how, BATCH_SECONDS)
@@ -122,25 +132,7 @@ def measure(
             again = work.step_ms(runtime, batch, chosen, CHOSEN_SECONDS)
         for drafter, size in nodes.items():
             found[drafter][batch] = advise(accepted[drafter], _times(curve, again, drafter, [size]), batch, size)
-    return {drafter: Measured(curve, found[drafter]) for drafter, curve in accepted.items()}
-
-
-def _acceptance(
-    runtime: Runtime, ids: Sequence[Sequence[int]], params: SamplingParams, drafter: str, how: SpeculationParams,
-    progress: Progress,
-) -> AcceptanceCurve:  # fmt: skip
-    """Trace a drafter's largest trees. Raises UsageError if no text is long enough for a whole one."""
-    progress(f"tracing {drafter}")
-    budget = how.budget
-    assert budget is not None
-    lines = [trace(runtime, one, params, how)[0] for one in ids]
-    drafts = [*draft_steps(chain(*lines), params.max_tokens, min(budget.depth, budget.nodes))]
-    if not any(step.used == 0 and step.nodes for step in drafts):
-        raise UsageError(
-            f"no text is longer than the {budget.depth} levels of a tree of {drafter}",
-            "raise --max-new-tokens, or give other prompts",
-        )
-    return AcceptanceCurve(drafts)
+    return found
 
 
 def _times(curve: CostCurve, steps: Mapping[str, StepMs], drafter: str, sizes: Sequence[int]) -> StepTimes:
@@ -157,7 +149,7 @@ def _ways(trees: Mapping[str, Budget], sizes: Mapping[str, Collection[int]]) -> 
     }
 
 
-def _spread(prompts: Sequence[Sequence[int]], batch: int) -> list[Sequence[int]]:
+def _spread(prompts: Sequence[BenchPrompt], batch: int) -> list[BenchPrompt]:
     """Return as many prompts as a batch has, evenly spread over all; some of them twice in a larger batch."""
     return [prompts[place * len(prompts) // batch] for place in range(batch)]
 
@@ -189,7 +181,7 @@ def _batch_steps(
 ) -> dict[str, StepMs]:  # fmt: skip
     """Return the step of each way over one batch of all prompts.
 
-    The ways take turns, for so many seconds, or twice as long if they had fewer than _TURNS.
+    The ways take turns, for so many seconds, and then until they had _TURNS, or for as long again.
     """
     turns: list[dict[str, StepMs]] = []
     flips, began = Flips(), time.perf_counter()
@@ -201,8 +193,8 @@ def _batch_steps(
 
 
 def typical(turns: Sequence[Mapping[str, StepMs]]) -> dict[str, StepMs]:
-    """Return each way's step over all turns: the median of what it takes beside the same turn's plain step, times the
-    median of plain steps.
+    """Return each way's step over all turns: the median of its ratios to the same turn's plain step, times the median
+    of plain steps.
 
     A machine that other programs slow down for seconds slows all ways of a turn. On one such machine the ratio of two
     turns spread by 0.07, where each of them spread by 0.13.
@@ -223,8 +215,8 @@ def _steps(
 ) -> StepMs:
     """Return the mean of steps in which all prompts are continued, without the first `untimed` ones.
 
-    They take as long as the prompts did, if that is more than _STEPS_SECONDS. Means, since steps with resampled trees
-    take less.
+    As many are timed, up to 32, as fit into _STEPS_SECONDS or into the time that the prompts took. A mean, since steps
+    with resampled trees take less.
     """
     runtime.forget_prefixes()
     params = replace(params, max_tokens=runtime.max_model_len, ignore_eos=True)
@@ -278,10 +270,12 @@ def check(
     def ways(batches: Collection[int]) -> dict[str, SpeculationParams]:
         return _ways(trees, {drafter: {by_batch[b].nodes for b in batches} for drafter, by_batch in predicted.items()})
 
-    together = ways([batch for batch in batches if batch > 1])
-    with opened(1) as runtime:
-        texts = compare(runtime, prompts, list(together), replace(settings, ways=together), progress)
-    work = _Work(prompts, [run.token_ids for run in texts], settings, progress)
+    texts: list[Run] = []
+    if together := [batch for batch in batches if batch > 1]:
+        with opened(1) as runtime:
+            how = ways(together)
+            texts = compare(runtime, prompts, list(how), replace(settings, ways=how), progress)
+    work = _Work(prompts, settings, progress)
     found: dict[str, dict[str, Any]] = {drafter: {} for drafter in predicted}
     for batch in batches:
         how, runs, steps = ways([batch]), texts, dict[str, StepMs]()

@@ -211,16 +211,20 @@ def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings:
     """Decode once, with all rows of the prompt; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
     runtime.forget_prefixes()
-    (found,) = runtime.generate([prompt], settings.params, speculation(method, settings), forced)
-    if found.drafting_error is not None:  # it went on plainly
-        raise found.drafting_error
-    return found
+    return checked(runtime.generate([prompt], settings.params, speculation(method, settings), forced)[0])
+
+
+def checked(generation: Generation) -> Generation:
+    """Return it, or raise why its drafter failed: it went on plainly, so that its time is not that of its method."""
+    if generation.drafting_error is not None:
+        raise generation.drafting_error
+    return generation
 
 
 def trace(runtime: Runtime, token_ids: Sequence[int], params: SamplingParams, how: SpeculationParams) -> Trace:
     """Decode once, and return the trace."""
     file = io.StringIO()
-    (generation,) = runtime.generate([token_ids], params, how, trace=file)
+    generation = checked(runtime.generate([token_ids], params, how, trace=file)[0])
     return file.getvalue().splitlines(), [*token_ids, *generation.token_ids]
 
 

@@ -32,7 +32,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from redraft.bench.compare import PLAIN, Progress, Settings, Totals, speculation
+from redraft.bench.compare import PLAIN, Progress, Settings, Totals, checked, speculation
 from redraft.bench.side_by_side import Turns
 from redraft.bench.statistics import (
     FEWEST_VALUES,
@@ -145,7 +145,7 @@ class Traffic:
                 self._submit(self._now())
 
     def finish(self) -> Block:
-        """Wait for the end of the block. Raises RequestError if requests failed, and the error of `stop`."""
+        """Wait for the end of the block. Raises RequestError if requests failed, and errors of `stop` and `checked`."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -153,7 +153,7 @@ class Traffic:
         if any(one.error for one in generations):
             raise RequestError(generations)
         for (served, _), generation in zip(self._all, generations, strict=True):
-            served.generation = generation
+            served.generation = checked(generation)
         in_order = sorted((served for served, _ in self._all), key=lambda one: one.submitted)
         return Block(in_order, _spent(self._before, self._runtime.verifier.clock))
 

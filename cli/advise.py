@@ -56,14 +56,14 @@ def advise(
     batches = parse_batches(batch, None, None, [], {})
     check_plot(plot)
 
+    from redraft.bench.advice_runs import acceptance, measure
     from redraft.bench.advice_runs import check as checked
-    from redraft.bench.advice_runs import measure
     from redraft.bench.compare import Settings
     from redraft.bench.prompts import load_prompts
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams
 
-    drafters = {name: record.limits for name, record in drafters_of(engines).items()}
+    drafters = {name: record.limits for name, record in drafters_of(engines, max(batches)).items()}
     loaded = [replace(prompt, later_turns=()) for prompt in load_prompts(prompts, limit)]
     settings = Settings(SamplingParams(max_tokens=max_new_tokens), chat=chat, system=system)
     with progress(quiet=as_json) as report:
@@ -74,19 +74,19 @@ def advise(
 
         with opened(1) as runtime:
             result = conditions(runtime, settings, engines, threads)
-        measured = measure(opened, loaded, drafters, settings, batches, report)
+            accepted = acceptance(runtime, loaded, drafters, settings, report)
+        predicted = measure(opened, loaded, drafters, accepted, settings, batches, report)
         result |= {
             "prompts": len(loaded),
             "methods": {
                 name: {
-                    "shares": each.curve.shares,
-                    "batches": {str(size): each.best[size].to_json() for size in batches},
+                    "shares": accepted[name].shares,
+                    "batches": {str(size): by_batch[size].to_json() for size in batches},
                 }
-                for name, each in measured.items()
+                for name, by_batch in predicted.items()
             },
         }
         if check:
-            predicted = {name: each.best for name, each in measured.items()}
             result["check"] = checked(opened, loaded, drafters, predicted, settings, report)
     if plot:
         draw_plot(result, plot)
@@ -105,11 +105,15 @@ def check_plot(plot: Path | None) -> None:
     check_writable(plot, "--plot")
 
 
-def drafters_of(engines: Path) -> dict[str, DrafterRecord]:
-    """Return the bundle's drafters by id. Raises UsageError for a bundle without any."""
+def drafters_of(engines: Path, sequences: int) -> dict[str, DrafterRecord]:
+    """Return the bundle's drafters by id. Raises UsageError for a bundle without any, or for fewer sequences."""
+    from redraft.engines import check_max_num_seqs
     from redraft.engines.manifest import load_manifest
 
-    drafters = dict(load_manifest(engines).drafters)
+    manifest = load_manifest(engines)
+    if manifest.largest_call is not None:
+        check_max_num_seqs(manifest.largest_call[0], sequences)
+    drafters = dict(manifest.drafters)
     if not drafters:
         raise UsageError(
             "this bundle has no drafter to advise on", "build it with `redraft build MODEL --drafter ID=DIR`"

@@ -190,9 +190,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engines", type=Path, required=True, nargs="+", help="a bundle of each precision")
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint of all bundles, a folder")
     parser.add_argument("--keep", type=Path, required=True, help="the folder of the peers' models")
-    parser.add_argument("--optimum-cli", type=Path, default=Path("optimum-cli"), help="exports to OpenVINO")
+    exporter = Path(sys.executable).with_name("optimum-cli")
+    parser.add_argument("--optimum-cli", type=Path, default=exporter, help="exports to OpenVINO")
     parser.add_argument("--tokens", type=int, default=1000, help="of each text")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of the bundles")
     return parser.parse_args()
 
 

@@ -20,7 +20,7 @@ PLAIN, NGRAM, LONG_NGRAM = "plain", "ngram", "long ngram"
 """Modes that every decoder has: one token a step, and drafts from n-gram lookup in the sequence itself. A peer's drafts
 have one length, so that it has a mode of a short and one of a long one; ours choose theirs."""
 LOOKED_UP = {NGRAM: 4, LONG_NGRAM: 12}
-"""Tokens of a peer's drafts by mode."""
+"""Tokens of a peer's drafts by mode; llama-cpp-python's short ones have 2."""
 DRAFT = "draft"
 """The mode of drafts by a second model, if a measurement has one."""
 RECORD = "made_from.json"

@@ -4,11 +4,11 @@
         --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --limit 4 --keep build/peers
 
 Peers are onnxruntime-genai, OpenVINO GenAI, llama.cpp and transformers. Each bundle is a column: peers decode models of
-its precision, and llama.cpp's server a file of 4 bits in each. They convert the checkpoint, and `--keep` keeps their
-models. Peers draft from n-grams in two lengths, as two modes. Each library and precision has a process of its own.
-Every decoder continues a prompt before the next prompt, with the same token ids and as many new tokens as the plain
-answer of the first bundle has. End tokens do not end a text. A time is the seconds from the first new token to the
-last, over the tokens after the first.
+its precision, and llama.cpp's server a file of 4 bits next to 8 too. They convert the checkpoint, and `--keep` keeps
+their models. Peers draft from n-grams in two lengths, as two modes. Each library and precision has a process of its
+own. Every decoder continues a prompt before the next prompt, with the same token ids and as many new tokens as the
+plain answer of the first bundle has. End tokens do not end a text. A time is the seconds from the first new token to
+the last, over the tokens after the first.
 
 `--batch 1,4,8` measures load instead: so many clients, each of which submits its next prompt when its last one has
 ended, with redraft, OpenVINO GenAI's continuous batching and the slots of llama.cpp's server.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from redraft.bench.compare import Settings
+from redraft.bench.compare import Settings, checked
 from redraft.bench.load import Traffic
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Asked, Continued, Decoded, PeerError, PeerModel
 from redraft.engines import open_bundle
@@ -35,10 +35,11 @@ class Ours:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         times: list[tuple[float, int]] = []
         self._runtime.forget_prefixes()
-        done = self._runtime.submit(
+        submission = self._runtime.submit(
             list(token_ids), params, self._methods[mode],
             on_output=lambda output: times.append((time.perf_counter(), len(output.token_ids))),
-        ).result()  # fmt: skip
+        )  # fmt: skip
+        done = checked(submission.result())
         (first, together), (last, _) = times[0], times[-1]
         after_first, later = len(done.token_ids) - 1, len(done.token_ids) - together
         if not later:

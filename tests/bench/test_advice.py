@@ -145,10 +145,10 @@ def test_the_gain_in_a_batch_is_that_of_whole_texts_with_its_steps() -> None:
 
 
 def test_a_machine_that_is_slow_for_one_turn_moves_no_ratio() -> None:
-    """In the second turn all steps take five times as long. A step with trees takes two plain ones in each turn."""
+    """In the second turn all steps take five times as long. A step with trees takes two, two and four plain ones."""
     turns = [
-        {PLAIN: StepMs(3 * slow, slow, 0), "own": StepMs(6 * slow, 2 * slow, nodes)}
-        for slow, nodes in ((1.0, 4), (5.0, 4), (1.2, 1))
+        {PLAIN: StepMs(3 * slow, slow, 0), "own": StepMs(3 * slow * ratio, slow * ratio, nodes)}
+        for slow, ratio, nodes in ((1.0, 2, 4), (5.0, 2, 4), (1.2, 4, 1))
     ]
     assert typical(turns) == {PLAIN: pytest.approx((3.6, 1.2, 0)), "own": pytest.approx((7.2, 2.4, 3))}
 

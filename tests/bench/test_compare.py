@@ -54,7 +54,6 @@ def test_a_chat_that_outgrows_the_context_ends_there() -> None:
     assert [(run.prompt.id, run.turn) for run in runs] == [("p", 1), ("q", 1), ("q", 2)]
 
 
-@pytest.mark.faulty_drafts
 def test_a_drafter_that_fails_is_not_timed_as_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object) -> None:
         raise RuntimeError("broke")

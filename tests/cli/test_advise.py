@@ -13,6 +13,7 @@ from redraft.bench import advice_runs
 from redraft.bench.advice import StepMs
 from redraft.bench.compare import PLAIN
 from redraft.cli.advise import show
+from redraft.engines.manifest import Manifest
 
 SHORT = ("--max-new-tokens", "16", "--threads", "1", "--limit", "1")
 
@@ -98,13 +99,18 @@ def test_the_best_size_is_predicted_by_its_own_steps(
     assert all(method["batches"][str(batch)]["gain"] < 0.2 for method in found["methods"].values())
 
 
-def test_refused(refused: Refused, bundle: Path, tiny_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+def test_refused(
+    refused: Refused, bundle: Path, tiny_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = ("advise", "--engines", tiny_bundle, *SHORT)
     assert "Missing option '--prompts'" in refused(*tiny, status=2)
     given = (*tiny, "--prompts", prompts)
     assert "expected a name that ends with .svg or .png" in refused(*given, "--plot", tmp_path / "gain.gif", status=2)
     assert "cannot be written" in refused(*given, "--plot", tmp_path / "none/gain.png", status=2)
     assert "--batch '0': expected whole numbers from 1" in refused(*given, "--batch", "0", status=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "largest_call", (2, 8))
+        assert "3 sequences at once are more than the 2" in refused(*given, "--batch", "1,3", status=2)
     without = refused("advise", "--engines", bundle, "--prompts", prompts, status=2)
     assert "this bundle has no drafter to advise on" in without
     assert "no text is longer than the" in refused(*given, "--batch", "1", "--max-new-tokens", "3", status=2)
