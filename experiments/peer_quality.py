@@ -32,6 +32,7 @@ from redraft.bench.peers.ours import NAME
 from redraft.cli.quality import SURE
 from redraft.config import Precision
 from redraft.engines import open_bundle
+from redraft.errors import UsageError
 from redraft.files import read_text
 from redraft.runtime.text.tokenizer import Tokenizer
 from redraft.types import FloatArray
@@ -52,23 +53,29 @@ class Scored(NamedTuple):
 def main() -> dict[str, Any]:
     """Score the texts by each model, one after another, and compare with the checkpoint in fp32."""
     options = _arguments()
+    if not options.checkpoint.is_dir():
+        raise UsageError(f"no checkpoint folder {options.checkpoint}", "check --checkpoint")
     bundles = bundles_of(options.engines)
     manifest = open_bundle(options.engines[0]).manifest
     tokenizer = Tokenizer.load(options.engines[0], manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
     longest = min(options.tokens, manifest.max_model_len)
     texts = {kind: tokenizer.encode(read_text(path))[:longest] for kind, path in held_out_texts().items()}
     exact = score(of_transformers(options.checkpoint), texts)
-    found: dict[str, Any] = {}
+    found, failed = dict[str, Any](), dict[str, str]()
     for precision in bundles:
         found[precision] = {}
         for name, opened in _models(options, bundles, precision).items():
             print(f"{name} {precision}", file=sys.stderr, flush=True)
-            found[precision][name] = figures(score(opened(), texts), exact)
+            try:
+                found[precision][name] = figures(score(opened(), texts), exact)
+            except PeerError as error:
+                failed[f"{name} {precision}"] = str(error)
     return {
         "environment": environment(options.threads),
         "tokens": {kind: len(ids) for kind, ids in texts.items()},
         "perplexity_fp32": {kind: float(np.exp(one.losses.mean())) for kind, one in exact.items()},
         "models": found,
+        "failed": failed,
     }
 
 
