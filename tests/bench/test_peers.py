@@ -17,7 +17,7 @@ from redraft.bench.compare import Run
 from redraft.bench.peers import command, turns
 from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError
 from redraft.bench.peers.figures import figures, markdown
-from redraft.bench.peers.ours import NAME
+from redraft.bench.peers.ours import NAME, Ours
 from redraft.bench.peers.turns import Key, Results, make_questions, take_turns
 from redraft.bench.peers.worker import Opener, Turn
 from redraft.bench.prompts import BenchPrompt
@@ -232,6 +232,15 @@ def test_the_command_measures_what_works_and_fails_for_the_rest(
     assert found["decoders"]["fp32"]["counter"]["modes"][PLAIN]["tokens_per_second"] == pytest.approx(40)
     assert found["ratios"]["fp32"]["counter"]["best_mode"] == NGRAM
     assert (found["prompts"], found["new_tokens"]) == (2, 18)
+
+
+def test_an_answer_whose_tokens_all_come_together_takes_time() -> None:
+    """A lookup in a prompt that repeats itself finds it whole, so there is no time between two outputs."""
+    ours = Ours.__new__(Ours)
+    ours._runtime, ours._methods = make_runtime(lambda tokens: 97), {NGRAM: NGRAM}
+    found = ours.decode(NGRAM, [97] * 40, 9)
+    assert found.token_ids == (97,) * 9
+    assert found.seconds > 0
 
 
 class Inside:
